@@ -1,0 +1,1 @@
+"""Attention: the public calls, the PyTorch reference and the kernels."""

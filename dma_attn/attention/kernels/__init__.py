@@ -1,0 +1,1 @@
+"""Triton kernels; importing this package's modules imports triton."""

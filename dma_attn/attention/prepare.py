@@ -1,0 +1,161 @@
+"""K and V made ready for attention: mean, quantised copies, FP8 V, first valid keys."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import DMAConfig
+from ..formats import E4M3_MAX, E4M3_NAN, BlockFormat
+from ..quant.reference import abs_bits, quantize_reference
+from ..quant.rows import Rows
+from ..quant.tensor import BlockScaledTensor
+from ..quant.transforms import key_mean, rotate
+from .types import PreparedKV
+
+
+def prepare(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    config: DMAConfig,
+    rows: Rows,
+    triton: bool,
+    tensor_layout: str = "HND",
+) -> PreparedKV:
+    """Quantise K and V (B, H_kv, S_kv, D or Dv), by the Triton kernels or in PyTorch."""
+    canonical = config.canonical()
+    high = _class_format(canonical.high_format, canonical)
+    low = canonical.low_format if canonical.low_format.quantised else None
+    mean = None
+    if config.smooth_k and (high or low):
+        if triton:
+            from ..quant.kernels import launch_key_mean
+
+            mean = launch_key_mean(k, rows)
+        else:
+            mean = key_mean(k, rows.in_use())
+    high_copy, low_copy = quantise_operand(k, high, low, rows, config, mean, None, False, triton)
+    v_scale = None
+    if config.pv == "fp8":
+        if triton:
+            from ..quant.kernels import launch_v_fp8
+
+            v, v_scale = launch_v_fp8(v, rows)
+        else:
+            v, v_scale = v_fp8_reference(v, rows.in_use())
+    raw = canonical.low == "none" or (canonical.high == "none" and has_high(canonical))
+    return PreparedKV(
+        config=config,
+        shape=(*k.shape, v.shape[-1]),
+        dtype=k.dtype,
+        rows=rows,
+        start=first_valid(rows),
+        mean=mean,
+        high=high_copy,
+        low=low_copy,
+        k=k if raw else None,
+        v=v,
+        v_scale=v_scale,
+        tensor_layout=tensor_layout,
+    )
+
+
+def has_high(canonical: DMAConfig) -> bool:
+    """True when a canonical config has tiles of the high class at all."""
+    return bool(canonical.diag or canonical.sink)
+
+
+def quantise_operand(
+    x: torch.Tensor,
+    high: BlockFormat | None,
+    low: BlockFormat | None,
+    rows: Rows,
+    config: DMAConfig,
+    mean: torch.Tensor | None,
+    multiplier: float | None,
+    query: bool,
+    triton: bool,
+) -> tuple[BlockScaledTensor | None, BlockScaledTensor | None]:
+    """The copies of Q or K (B, H, S, D) that a call needs; None for an absent class."""
+    if high is None and low is None:
+        return None, None
+    spans = tuple(operand_span(f, config, query) for f in (high, low))
+    if triton:
+        from ..quant.kernels import launch_quantise
+
+        return launch_quantise(
+            x,
+            high,
+            low,
+            rows,
+            mean=mean,
+            rotate=config.rotate,
+            scale_rule=config.scale_rule,
+            spans=spans,
+            multiplier=multiplier,
+        )
+    y = x.float()
+    if multiplier is not None:
+        y = y * multiplier
+    if mean is not None:
+        y = y - mean
+    used = rows.in_use()
+    if used is not None:
+        y = torch.where(used[:, None, :, None], y, 0.0)
+    if config.rotate:
+        y = rotate(y)
+    high_copy, low_copy = (
+        None if f is None else quantize_reference(y, f, f.resolve_rule(config.scale_rule), span)
+        for f, span in zip((high, low), spans, strict=True)
+    )
+    return high_copy, low_copy
+
+
+def operand_span(fmt: BlockFormat | None, config: DMAConfig, query: bool) -> str:
+    """What the fp32 scale of an operand spans: "token", "tile", or "head" for "tensor".
+
+    int8 queries keep one scale a token whatever the granularity: a row's scale costs nothing.
+    """
+    if fmt is None or (query and fmt.name == "int8"):
+        return "token"
+    span = fmt.resolve_granularity(config.granularity)
+    return "head" if span == "tensor" else span
+
+
+def v_fp8_reference(
+    v: torch.Tensor, used: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """V (B, H, S, Dv) -> E4M3 codes uint8, fp32 scale per channel (B, H, 1, Dv); NaN, Inf -> NaN."""
+    x = v.float()
+    if used is not None:
+        x = torch.where(used[:, None, :, None], x, 0.0)
+    finite = torch.where(torch.isfinite(x), x, 0.0)
+    if x.shape[-2]:
+        amax = abs_bits(finite).amax(-2, keepdim=True).view(torch.float32)
+    else:
+        amax = finite.new_zeros(*x.shape[:-2], 1, x.shape[-1])
+    scale = amax / E4M3_MAX
+    scale = torch.where(scale == 0, 1.0, scale)
+    codes = (finite / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(torch.isfinite(x), codes, E4M3_NAN), scale
+
+
+def first_valid(rows: Rows) -> torch.Tensor | None:
+    """int32 (n,) position of each row's first valid key (0 for a row without); None without mask."""
+    if rows.valid is None or rows.longest == 0:
+        return None
+    return rows.in_use().to(torch.uint8).argmax(-1).to(torch.int32)
+
+
+def _class_format(fmt: BlockFormat, canonical: DMAConfig) -> BlockFormat | None:
+    return fmt if fmt.quantised and has_high(canonical) else None
+
+
+def query_copies(
+    q: torch.Tensor, kv: PreparedKV, rows: Rows, scale: float, triton: bool
+) -> tuple[BlockScaledTensor | None, BlockScaledTensor | None]:
+    """Q's copies in the formats that K was prepared in; the authors' order folds the scale in."""
+    canonical = kv.config.canonical()
+    high = canonical.high_format if kv.high is not None else None
+    low = canonical.low_format if kv.low is not None else None
+    multiplier = scale * 1.4426950408889634 if kv.config.folds_scale else None
+    return quantise_operand(q, high, low, rows, kv.config, None, multiplier, True, triton)

@@ -1,0 +1,1 @@
+"""Quantisation: block-scaled tensors, the PyTorch specification and the fused Triton kernel."""

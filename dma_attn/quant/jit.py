@@ -1,0 +1,384 @@
+"""Device functions of the quantiser: every encoder, decoder and transform, once, for all kernels.
+
+They work on a register tile of T tokens x BLOCK_D channels, viewed as (T, N_BLOCKS, BLOCK). All is
+integer or plain fp32 arithmetic with IEEE division, so that the interpreter, every GPU and the
+PyTorch reference agree bit for bit; kernels that call them are launched with enable_fp_fusion=False.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import formats, schedule
+from .transforms import hadamard_norm, hadamard_size
+
+key_ranges = triton.jit(schedule.key_ranges)
+common_keys = triton.jit(schedule.common_keys)
+
+
+@triton.constexpr_function
+def element(fmt):
+    return formats.FORMATS[fmt].element
+
+
+@triton.constexpr_function
+def bits(fmt):
+    return formats.FORMATS[fmt].bits
+
+
+@triton.constexpr_function
+def scale_kind(fmt):
+    return formats.FORMATS[fmt].scale
+
+
+@triton.constexpr_function
+def block(fmt, block_d):
+    """Elements that share a scale, in a row padded to block_d channels."""
+    return formats.FORMATS[fmt].block or block_d
+
+
+@triton.constexpr_function
+def emax(fmt, rule):
+    f = formats.FORMATS[fmt]
+    return formats.PAPER_EMAX[f.element] if rule == "paper" else f.emax
+
+
+@triton.constexpr_function
+def mantissa_bits(fmt):
+    return formats.FORMATS[fmt].mantissa_bits
+
+
+@triton.constexpr_function
+def element_max(fmt):
+    return formats.FORMATS[fmt].max
+
+
+@triton.constexpr_function
+def mantissa_of_max(fmt):
+    """The 23 mantissa bits of the largest element."""
+    m, _ = _frexp(formats.FORMATS[fmt].max)
+    return int((2 * m - 1) * 2**23)
+
+
+@triton.constexpr_function
+def nvfp4_divisor(rule):
+    """amax over this is the second-level scale."""
+    if rule == "paper":
+        return formats.PAPER_NVFP4_TOKEN_MAX
+    return formats.E2M1_MAX * formats.NVFP4_SCALE_TARGET[rule]
+
+
+@triton.constexpr_function
+def token_shares(rule):
+    return formats.TOKEN_MSE_SHARES if rule == "mse" else formats.TOKEN_MSE_SHARES[:1]
+
+
+@triton.constexpr_function
+def log2(n):
+    return n.bit_length() - 1
+
+
+@triton.constexpr_function
+def rotation_size(head_dim):
+    return hadamard_size(head_dim)
+
+
+@triton.constexpr_function
+def rotation_norm(head_dim):
+    return hadamard_norm(hadamard_size(head_dim))
+
+
+def _frexp(x):
+    import math
+
+    return math.frexp(x)
+
+
+@triton.jit
+def abs_bits(x):
+    """int32 bits of |x|: ordered like |x|, NaN above Inf above every finite value."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def sequence(b, cu_ptr, len_ptr, size, VARLEN: tl.constexpr, HAS_LEN: tl.constexpr):
+    """First row and length of sequence b: packed (cu_seqlens), per-row lengths, or all of it."""
+    first = tl.zeros([], tl.int64)
+    length = size
+    if VARLEN:
+        begin = tl.load(cu_ptr + b)
+        length = (tl.load(cu_ptr + b + 1) - begin).to(tl.int32)
+        first = begin.to(tl.int64)
+    if HAS_LEN:
+        length = tl.minimum(tl.maximum(tl.load(len_ptr + b), 0), size).to(tl.int32)
+    return first, length
+
+
+@triton.jit
+def hadamard(x, D: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Butterflies h = 1, 2, 4, ... along the channels, then the factor 1 / sqrt(n)."""
+    for i in tl.static_range(log2(rotation_size(D))):
+        H: tl.constexpr = 1 << i
+        y = x.reshape(T, BLOCK_D // (2 * H), 2, H).permute(0, 1, 3, 2)
+        a, b = tl.split(y)
+        x = tl.join(a + b, a - b).permute(0, 1, 3, 2).reshape(T, BLOCK_D)
+    return x * rotation_norm(D)
+
+
+@triton.jit
+def tree_sum(x, T: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """(T, N, BLOCK) -> (T, N): sum of halves, i with i + n / 2."""
+    for i in tl.static_range(log2(BLOCK)):
+        HALF: tl.constexpr = BLOCK >> (i + 1)
+        a, b = tl.split(x.reshape(T, N, 2, HALF).permute(0, 1, 3, 2))
+        x = a + b
+    return x.reshape(T, N)
+
+
+@triton.jit
+def decode_e8m0(byte):
+    """int32 byte -> 2^(byte - 127), NaN for 255."""
+    raw = tl.where(byte == 0, 0x00400000, byte << 23)
+    raw = tl.where(byte == 255, 0x7FC00000, raw)
+    return raw.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """int32 code 0..255 -> fp32. The exponent field lands in fp16's, 8 too low."""
+    h = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
+    value = h.to(tl.float32) * 256.0
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def decode_e5m2(code):
+    """int32 code -> fp32: E5M2 is the upper byte of fp16."""
+    return (code << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """int32 code 0..15 -> fp32. The exponent field lands in fp16's, 14 too low."""
+    h = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.uint16).to(tl.float16, bitcast=True)
+    return h.to(tl.float32) * 16384.0
+
+
+@triton.jit
+def decode_element(code, FORMAT: tl.constexpr):
+    """int32 code -> fp32 element value before scaling."""
+    if element(FORMAT) == "e4m3":
+        return decode_e4m3(code)
+    elif element(FORMAT) == "e5m2":
+        return decode_e5m2(code)
+    elif element(FORMAT) == "e2m1":
+        return decode_e2m1(code)
+    elif element(FORMAT) == "int8":
+        return ((code ^ 128) - 128).to(tl.float32)
+    else:
+        return ((code ^ 8) - 8).to(tl.float32)
+
+
+@triton.jit
+def encode_e2m1(x):
+    """Nearest, ties to the even code, saturating."""
+    a = tl.abs(x)
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32)
+    code += (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32)
+    code += (a > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def encode_e2m1_paper(x):
+    """The authors' encoder: rounding up never carries into the exponent."""
+    a = tl.abs(x)
+    code = (a > 0.25).to(tl.int32) + (a >= 1.0).to(tl.int32) + (a > 1.25).to(tl.int32)
+    code += (a >= 2.0).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 4.0).to(tl.int32)
+    code += (a > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def encode_fp8(x, FORMAT: tl.constexpr):
+    """Nearest even, clamped to the largest finite value; E4M3 (bias 7) or E5M2 (bias 15)."""
+    M: tl.constexpr = mantissa_bits(FORMAT)
+    BIAS: tl.constexpr = 7 if element(FORMAT) == "e4m3" else 15
+    a = tl.minimum(tl.abs(x), element_max(FORMAT))
+    raw = a.to(tl.int32, bitcast=True)
+    rounded = raw + ((1 << (22 - M)) - 1) + ((raw >> (23 - M)) & 1)
+    normal = (rounded >> (23 - M)) - ((127 - BIAS) << M)
+    # Subnormals: adding 2^23 rounds to an integer number of quanta, nearest even.
+    quanta = a * (2.0 ** (BIAS - 1 + M)) + 8388608.0
+    subnormal = quanta.to(tl.int32, bitcast=True) & 0x7FFFFF
+    code = tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal)
+    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def encode_element(x, FORMAT: tl.constexpr, RULE: tl.constexpr):
+    """Scaled fp32 -> int32 code; clamps before rounding; NaN -> 0."""
+    x = tl.where(x == x, x, 0.0)
+    if element(FORMAT) == "e2m1":
+        if RULE == "paper":
+            return encode_e2m1_paper(x)
+        else:
+            return encode_e2m1(x)
+    elif element(FORMAT) == "int8":
+        return _round_int(tl.minimum(tl.maximum(x, -127.0), 127.0)) & 255
+    elif element(FORMAT) == "int4":
+        return _round_int(tl.minimum(tl.maximum(x, -8.0), 7.0)) & 15
+    else:
+        return encode_fp8(x, FORMAT)
+
+
+@triton.jit
+def _round_int(x):
+    """Small fp32 -> nearest int32, ties to even, by the mantissa of x + 1.5 * 2^23."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def _e8m0(exponent, bad):
+    byte = tl.minimum(tl.maximum(exponent, -127), 127) + 127
+    return tl.where(bad, 255, byte)
+
+
+@triton.jit
+def _e4m3_scale(raw, bad, MINIMUM: tl.constexpr):
+    raw = tl.minimum(tl.maximum(raw, MINIMUM), 448.0)
+    return tl.where(bad, 0x7F, encode_fp8(raw, "mxfp8"))
+
+
+@triton.jit
+def _error(codes, scale, x, FORMAT: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+           BLOCK: tl.constexpr):
+    diff = decode_element(codes, FORMAT) * scale - x
+    return tree_sum(diff * diff, T, N, BLOCK)
+
+
+@triton.jit
+def _encode_mx(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+               BLOCK: tl.constexpr):
+    """x (T, N, BLOCK), amax bits (T, N) -> codes, E8M0 bytes (T, N)."""
+    exponent = amax
+    if RULE == "even":
+        exponent = amax + (1 << (22 - mantissa_bits(FORMAT)))
+    exponent = (exponent >> 23) - 127 - emax(FORMAT, RULE)
+    if RULE == "rceil":
+        exponent += ((amax & 0x7FFFFF) > mantissa_of_max(FORMAT)).to(tl.int32)
+    bad = amax >= 0x7F800000
+    scales = _e8m0(exponent, bad)
+    scale = decode_e8m0(scales)[:, :, None]
+    codes = encode_element(tl.div_rn(x, scale + tl.zeros_like(x)), FORMAT, RULE)
+    if RULE == "mse":
+        scales_1 = _e8m0(exponent + 1, bad)
+        scale_1 = decode_e8m0(scales_1)[:, :, None]
+        codes_1 = encode_element(tl.div_rn(x, scale_1 + tl.zeros_like(x)), FORMAT, RULE)
+        better = _error(codes_1, scale_1, x, FORMAT, T, N, BLOCK) < _error(
+            codes, scale, x, FORMAT, T, N, BLOCK
+        )
+        codes = tl.where(better[:, :, None], codes_1, codes)
+        scales = tl.where(better, scales_1, scales)
+    return codes, scales
+
+
+@triton.jit
+def _nvfp4_candidate(x, amax, second, bad, TARGET: tl.constexpr, FORMAT: tl.constexpr):
+    scales = _e4m3_scale(tl.div_rn(tl.div_rn(amax, TARGET), second), bad, 2.0**-9)
+    scale = (decode_e4m3(scales) * second)[:, :, None]
+    codes = encode_element(tl.div_rn(x, scale + tl.zeros_like(x)), FORMAT, "mse")
+    return codes, scales, scale
+
+
+@triton.jit
+def _encode_nvfp4(x, amax_bits, second, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr,
+                  N: tl.constexpr, BLOCK: tl.constexpr):
+    """x (T, N, 16), second-level scale (T,) -> codes, E4M3 bytes (T, N)."""
+    bad = amax_bits >= 0x7F800000
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    second = second[:, None] + tl.zeros_like(amax)
+    if RULE == "paper":
+        exact = tl.maximum(tl.div_rn(tl.div_rn(amax, second), 6.0), 1e-9)
+        scales = _e4m3_scale(exact, bad, 0.0)
+        exact = tl.where(bad, float("nan"), exact)
+        shared = tl.div_rn(x, second[:, :, None] + tl.zeros_like(x))
+        codes = encode_element(
+            tl.div_rn(shared, exact[:, :, None] + tl.zeros_like(x)), FORMAT, RULE
+        )
+    else:
+        codes, scales, scale = _nvfp4_candidate(x, amax, second, bad, 6.0, FORMAT)
+        if RULE == "mse":
+            codes_1, scales_1, scale_1 = _nvfp4_candidate(x, amax, second, bad, 4.0, FORMAT)
+            better = _error(codes_1, scale_1, x, FORMAT, T, N, BLOCK) < _error(
+                codes, scale, x, FORMAT, T, N, BLOCK
+            )
+            codes = tl.where(better[:, :, None], codes_1, codes)
+            scales = tl.where(better, scales_1, scales)
+    return codes, scales
+
+
+@triton.jit
+def _token_candidate(x, amax, SHARE: tl.constexpr, FORMAT: tl.constexpr):
+    scale = tl.div_rn(amax.to(tl.float32, bitcast=True) * SHARE, element_max(FORMAT))
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    scale = tl.where(amax >= 0x7F800000, float("nan"), scale)
+    codes = encode_element(tl.div_rn(x, scale[:, None, None] + tl.zeros_like(x)), FORMAT, "")
+    return codes, scale
+
+
+@triton.jit
+def _encode_tokens(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr,
+                   BLOCK: tl.constexpr):
+    """x (T, 1, BLOCK), amax bits (T,) -> codes, fp32 scales (T,); the first best share wins."""
+    codes, scale = _token_candidate(x, amax, 1.0, FORMAT)
+    if RULE == "mse":
+        error = _error(codes, scale[:, None, None], x, FORMAT, T, 1, BLOCK)
+        for i in tl.static_range(1, len(token_shares("mse"))):
+            codes_1, scale_1 = _token_candidate(x, amax, token_shares("mse")[i], FORMAT)
+            error_1 = _error(codes_1, scale_1[:, None, None], x, FORMAT, T, 1, BLOCK)
+            better = error_1 < error
+            codes = tl.where(better[:, :, None], codes_1, codes)
+            scale = tl.where(better.reshape(T), scale_1, scale)
+            error = tl.where(better, error_1, error)
+    return codes, scale
+
+
+@triton.jit
+def encode(x, span_amax, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr,
+           T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One quantised copy of x (T, BLOCK_D) fp32: the device function of every kernel that quantises.
+
+    Args:
+        span_amax: Bits of the finite |x| maximum over the head or tensor (SPAN "head").
+        SPAN: What the fp32 scale spans: "token", "tile" (all T rows), "head".
+
+    Returns:
+        codes (T, BLOCK_D) int32, block scale bytes (T, N) int32, fp32 row scale (T,).
+    """
+    BLOCK: tl.constexpr = block(FORMAT, BLOCK_D)
+    N: tl.constexpr = BLOCK_D // BLOCK
+    raw = abs_bits(x)
+    blocks = x.reshape(T, N, BLOCK)
+    if scale_kind(FORMAT) == "fp32":
+        amax = tl.max(raw, 1)
+        if SPAN == "tile":
+            amax = tl.zeros_like(amax) + tl.max(amax, 0)
+        codes, row_scale = _encode_tokens(blocks, amax, FORMAT, RULE, T, BLOCK)
+        scales = tl.zeros([T, N], tl.int32)
+    else:
+        amax = tl.max(raw.reshape(T, N, BLOCK), 2)
+        row_scale = tl.zeros([T], tl.float32)
+        if scale_kind(FORMAT) == "e8m0":
+            codes, scales = _encode_mx(blocks, amax, FORMAT, RULE, T, N, BLOCK)
+        else:
+            finite = tl.max(tl.where(raw < 0x7F800000, raw, 0), 1)
+            if SPAN == "tile":
+                finite = tl.zeros_like(finite) + tl.max(finite, 0)
+            elif SPAN == "head":
+                finite = tl.zeros_like(finite) + span_amax
+            row_scale = tl.div_rn(finite.to(tl.float32, bitcast=True), nvfp4_divisor(RULE))
+            row_scale = tl.where(row_scale == 0.0, 1.0, row_scale)
+            codes, scales = _encode_nvfp4(blocks, amax, row_scale, FORMAT, RULE, T, N, BLOCK)
+    return codes.reshape(T, BLOCK_D), scales, row_scale

@@ -1,0 +1,494 @@
+"""The fused Triton quantiser and its small reductions (K mean, span amax, FP8 V).
+
+    x (B, H, S, D) 16- or 32-bit, any strides, read once
+      -> fp32 -> (x * multiplier) -> (x - mean) -> Hadamard -> high copy: codes, scales
+                                                            -> low copy: packed codes, scales
+
+Operands: codes uint8 (B, H, S, D) or (B, H, S, D / 2); block scales uint8 (B, H, S, n_blocks); fp32
+row scales (B, H, S), (B, H, n_tiles) or (B, H). Packed sequences (varlen) are (1, H, total, D) with
+cu_seqlens. Invalid keys count as zeros; rows beyond a sequence's length are not written. Runs on
+every GPU that Triton compiles for and under its interpreter; bit-equal to `quant.reference`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import BlockFormat
+from ..schedule import TILE
+from .jit import abs_bits, bits, encode, encode_fp8, hadamard, scale_kind, sequence
+from .rows import Rows
+from .tensor import BlockScaledTensor
+
+MEAN_ROWS = 256
+V_ROWS = 64
+
+
+@triton.jit
+def _ids(n_blocks, H):
+    """Block of rows, sequence and head of this program; one grid axis, so that no axis overflows."""
+    i_block = tl.program_id(0) % n_blocks
+    bh = tl.program_id(0) // n_blocks
+    return i_block, (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+
+
+@triton.jit
+def _load_rows(x_ptr, x_strides, mean_ptr, mean_strides, valid_ptr, valid_strides, b, h, first,
+               rows, length, multiplier, D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+               VARLEN: tl.constexpr, HAS_VALID: tl.constexpr, SMOOTH: tl.constexpr,
+               ROTATE: tl.constexpr, MULTIPLY: tl.constexpr):
+    """T transformed rows in fp32; rows out of range or not valid are zeros."""
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_t = (rows >= 0) & (rows < length)
+    batch = b * 0 if VARLEN else b
+    if HAS_VALID:
+        valid = tl.load(valid_ptr + b * valid_strides[0] + rows * valid_strides[1], mask=mask_t,
+                        other=0)
+        mask_t = mask_t & (valid != 0)
+    mask = mask_t[:, None] & (offs_d < D)[None, :]
+    at = (first + rows)[:, None] * x_strides[2] + offs_d.to(tl.int64)[None, :] * x_strides[3]
+    base = x_ptr + batch * x_strides[0] + h * x_strides[1]
+    x = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
+    if MULTIPLY:
+        x = x * multiplier
+    if SMOOTH:
+        at = rows[:, None] * mean_strides[2] + offs_d.to(tl.int64)[None, :] * mean_strides[3]
+        mean = tl.load(mean_ptr + b * mean_strides[0] + h * mean_strides[1] + at, mask=mask,
+                       other=0.0)
+        x = x - mean
+    if ROTATE:
+        x = hadamard(x, D, T, BLOCK_D)
+    return x
+
+
+@triton.jit
+def _common(row_scale):
+    """The value that all rows share (an integer maximum over the bits keeps NaN)."""
+    return tl.max(row_scale.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_copy(x, span_amax, copy, row, tile, mask_t, bh, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                T: tl.constexpr, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr):
+    """Quantise x (T, BLOCK_D) and store codes, block scales and row scales of one copy."""
+    data_ptr, scales_ptr, row_scale_ptr = copy
+    codes, scales, row_scale = encode(x, span_amax, FORMAT, RULE, SPAN, T, BLOCK_D)
+    if bits(FORMAT) == 4:
+        low, high = tl.split(codes.reshape(T, BLOCK_D // 2, 2))
+        codes = low | (high << 4)
+    N_BYTES: tl.constexpr = D * bits(FORMAT) // 8
+    offs = tl.arange(0, BLOCK_D * bits(FORMAT) // 8)
+    tl.store(data_ptr + row[:, None] * N_BYTES + offs[None, :], codes.to(tl.uint8),
+             mask=mask_t[:, None] & (offs < N_BYTES)[None, :])
+    if scale_kind(FORMAT) != "fp32":
+        BLOCK: tl.constexpr = 32 if scale_kind(FORMAT) == "e8m0" else 16
+        N: tl.constexpr = (D + BLOCK - 1) // BLOCK
+        offs_n = tl.arange(0, BLOCK_D // BLOCK)
+        tl.store(scales_ptr + row[:, None] * N + offs_n[None, :], scales.to(tl.uint8),
+                 mask=mask_t[:, None] & (offs_n < N)[None, :])
+    if scale_kind(FORMAT) != "e8m0":
+        if SPAN == "token":
+            tl.store(row_scale_ptr + row, row_scale, mask=mask_t)
+        elif SPAN == "tile":
+            tl.store(row_scale_ptr + tile, _common(row_scale))
+        else:
+            tl.store(row_scale_ptr + bh, _common(row_scale))
+
+
+@triton.jit
+def _quantise_kernel(x_ptr, x_strides, mean_ptr, mean_strides, high, low, amax_ptr, amax_stride,
+                     cu_ptr, len_ptr, valid_ptr, valid_strides, offset_ptr, n_blocks, H, S,
+                     n_tiles, multiplier, D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+                     HIGH: tl.constexpr, HIGH_RULE: tl.constexpr, HIGH_SPAN: tl.constexpr,
+                     LOW: tl.constexpr, LOW_RULE: tl.constexpr, LOW_SPAN: tl.constexpr,
+                     VARLEN: tl.constexpr, HAS_LEN: tl.constexpr, HAS_VALID: tl.constexpr,
+                     HAS_OFFSET: tl.constexpr, SMOOTH: tl.constexpr, ROTATE: tl.constexpr,
+                     MULTIPLY: tl.constexpr):
+    i_block, b, h = _ids(n_blocks, H)
+    first, length = sequence(b, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
+    begin = i_block.to(tl.int64) * T
+    if HAS_OFFSET:
+        begin -= tl.load(offset_ptr + b) & (T - 1)
+    rows = begin + tl.arange(0, T)
+    if begin >= length:
+        return
+    x = _load_rows(x_ptr, x_strides, mean_ptr, mean_strides, valid_ptr, valid_strides, b, h, first,
+                   rows, length, multiplier, D, BLOCK_D, T, VARLEN, HAS_VALID, SMOOTH, ROTATE,
+                   MULTIPLY)
+    mask_t = (rows >= 0) & (rows < length)
+    if VARLEN:
+        bh = h
+        tile = h * n_tiles + (first >> 7) + 2 * b + i_block
+        span = b * H + h
+    else:
+        bh = b * H + h
+        tile = bh * n_tiles + i_block
+        span = bh
+    row = bh * S + first + rows
+    amax = 0
+    if HIGH_SPAN == "head" or LOW_SPAN == "head":
+        amax = tl.load(amax_ptr + span * amax_stride)
+    if HIGH != "none":
+        _store_copy(x, amax, high, row, tile, mask_t, span * amax_stride, D, BLOCK_D, T, HIGH,
+                    HIGH_RULE, HIGH_SPAN)
+    if LOW != "none":
+        _store_copy(x, amax, low, row, tile, mask_t, span * amax_stride, D, BLOCK_D, T, LOW,
+                    LOW_RULE, LOW_SPAN)
+
+
+@triton.jit
+def _span_amax_kernel(x_ptr, x_strides, mean_ptr, mean_strides, amax_ptr, amax_stride, cu_ptr,
+                      len_ptr, valid_ptr, valid_strides, n_blocks, H, S, multiplier,
+                      D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, VARLEN: tl.constexpr,
+                      HAS_LEN: tl.constexpr, HAS_VALID: tl.constexpr, SMOOTH: tl.constexpr,
+                      ROTATE: tl.constexpr, MULTIPLY: tl.constexpr):
+    """Bits of the largest finite transformed |x| of a head: integer maxima commute, so exact."""
+    i_block, b, h = _ids(n_blocks, H)
+    first, length = sequence(b, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
+    rows = i_block.to(tl.int64) * T + tl.arange(0, T)
+    x = _load_rows(x_ptr, x_strides, mean_ptr, mean_strides, valid_ptr, valid_strides, b, h, first,
+                   rows, length, multiplier, D, BLOCK_D, T, VARLEN, HAS_VALID, SMOOTH, ROTATE,
+                   MULTIPLY)
+    raw = abs_bits(x)
+    raw = tl.where(raw < 0x7F800000, raw, 0)
+    tl.atomic_max(amax_ptr + (b * H + h) * amax_stride, tl.max(tl.max(raw, 1), 0))
+
+
+@triton.jit
+def _mean_partial_kernel(x_ptr, x_strides, partial_ptr, cu_ptr, len_ptr, valid_ptr, valid_strides,
+                         n_blocks, H, S, D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+                         ROWS: tl.constexpr, VARLEN: tl.constexpr, HAS_LEN: tl.constexpr,
+                         HAS_VALID: tl.constexpr):
+    """Sum and count of the finite values of ROWS keys, per channel."""
+    i_block, b, h = _ids(n_blocks, H)
+    first, length = sequence(b, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
+    begin = i_block.to(tl.int64) * ROWS
+    if begin >= length:
+        return
+    offs_d = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    count = tl.zeros([BLOCK_D], tl.float32)
+    batch = b * 0 if VARLEN else b
+    base = x_ptr + batch * x_strides[0] + h * x_strides[1]
+    for i in range(0, ROWS, T):
+        rows = begin + i + tl.arange(0, T)
+        mask_t = rows < length
+        if HAS_VALID:
+            valid = tl.load(valid_ptr + b * valid_strides[0] + rows * valid_strides[1],
+                            mask=mask_t, other=0)
+            mask_t = mask_t & (valid != 0)
+        mask = mask_t[:, None] & (offs_d < D)[None, :]
+        at = (first + rows)[:, None] * x_strides[2] + offs_d.to(tl.int64)[None, :] * x_strides[3]
+        x = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
+        finite = mask & (abs_bits(x) < 0x7F800000)
+        total += tl.sum(tl.where(finite, x, 0.0), 0)
+        count += tl.sum(finite.to(tl.float32), 0)
+    out = partial_ptr + (((b * H + h) * n_blocks + i_block) * 2) * BLOCK_D + offs_d
+    tl.store(out, total)
+    tl.store(out + BLOCK_D, count)
+
+
+@triton.jit
+def _mean_final_kernel(partial_ptr, mean_ptr, cu_ptr, len_ptr, H, S, n_chunks, D: tl.constexpr,
+                       BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+                       VARLEN: tl.constexpr, HAS_LEN: tl.constexpr):
+    """Combine the partial sums in a fixed order that trailing unused keys do not change."""
+    bh = tl.program_id(0).to(tl.int64)
+    _, length = sequence(bh // H, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
+    offs_d = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    count = tl.zeros([BLOCK_D], tl.float32)
+    used = tl.cdiv(length, ROWS)
+    for c in range(0, used, CHUNKS):
+        chunk = c + tl.arange(0, CHUNKS)
+        at = ((bh * n_chunks + chunk) * 2 * BLOCK_D)[:, None] + offs_d[None, :]
+        mask = (chunk < used)[:, None]
+        total += tl.sum(tl.load(partial_ptr + at, mask=mask, other=0.0), 0)
+        count += tl.sum(tl.load(partial_ptr + at + BLOCK_D, mask=mask, other=0.0), 0)
+    mean = tl.div_rn(total, tl.maximum(count, 1.0))
+    tl.store(mean_ptr + bh * D + offs_d, mean, mask=offs_d < D)
+
+
+@triton.jit
+def _v_fp8_kernel(v_ptr, v_strides, amax_ptr, data_ptr, scale_ptr, cu_ptr, len_ptr, valid_ptr,
+                  valid_strides, n_blocks, H, S, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                  T: tl.constexpr, VARLEN: tl.constexpr, HAS_LEN: tl.constexpr, HAS_VALID: tl.constexpr,
+                  ENCODE: tl.constexpr):
+    """Channel maxima of V over the valid keys (ENCODE False), then E4M3 codes (True)."""
+    i_block, b, h = _ids(n_blocks, H)
+    first, length = sequence(b, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
+    rows = i_block.to(tl.int64) * T + tl.arange(0, T)
+    if i_block * T >= length and (not ENCODE or i_block > 0):
+        return
+    v = _load_rows(v_ptr, v_strides, v_ptr, v_strides, valid_ptr, valid_strides, b, h, first, rows,
+                   length, 1.0, D, BLOCK_D, T, VARLEN, HAS_VALID, False, False, False)
+    offs_d = tl.arange(0, BLOCK_D)
+    span = (b * H + h) * D + offs_d
+    if ENCODE:
+        amax = tl.load(amax_ptr + span, mask=offs_d < D, other=0).to(tl.float32, bitcast=True)
+        scale = tl.div_rn(amax, 448.0)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+        bad = abs_bits(v) >= 0x7F800000
+        x = tl.div_rn(v, scale[None, :] + tl.zeros_like(v))
+        codes = tl.where(bad, 0x7F, encode_fp8(tl.where(bad, 0.0, x), "mxfp8"))
+        batch = h if VARLEN else b * H + h
+        at = (batch * S + first + rows)[:, None] * D + offs_d[None, :]
+        tl.store(data_ptr + at, codes.to(tl.uint8),
+                 mask=(rows < length)[:, None] & (offs_d < D)[None, :])
+        if i_block == 0:
+            tl.store(scale_ptr + span, scale, mask=offs_d < D)
+    else:
+        raw = abs_bits(v)
+        tl.atomic_max(amax_ptr + span, tl.max(tl.where(raw < 0x7F800000, raw, 0), 0),
+                      mask=offs_d < D)
+
+
+def launch_quantise(
+    x: torch.Tensor,
+    high: BlockFormat | None,
+    low: BlockFormat | None,
+    rows: Rows,
+    *,
+    mean: torch.Tensor | None = None,
+    rotate: bool = False,
+    scale_rule: str = "auto",
+    spans: tuple[str, str] = ("token", "token"),
+    multiplier: float | None = None,
+    whole: bool = False,
+) -> tuple[BlockScaledTensor | None, BlockScaledTensor | None]:
+    """Quantise x (B, H, S, D) to one or two formats in one pass.
+
+    Args:
+        mean: float32, 4-dim and broadcastable to x (for packed sequences: one row a sequence).
+        spans: What the fp32 scale of the two copies spans: "token", "tile" or "head".
+        multiplier: Factor applied to x first (scale * log2(e), the authors' order).
+        whole: "head" means all of x: one scale.
+    """
+    batch, heads, size, head_dim = x.shape
+    block_d = max(triton.next_power_of_2(head_dim), 32)
+    spans = tuple(
+        s if f is not None and f.scale in ("e4m3", "fp32") else "token"
+        for s, f in zip(spans, (high, low), strict=True)
+    )
+    tile_rows = TILE if "tile" in spans else max(4096 // block_d, 16)
+    n_tiles = rows.n_tiles(size)
+    n_spans = rows.n * heads
+    copies = [
+        _allocate(x, f, span, n_tiles, rows, whole)
+        for f, span in zip((high, low), spans, strict=True)
+    ]
+    if x.numel() == 0 or rows.longest == 0:
+        return copies[0], copies[1]
+    shared = {
+        "x_ptr": x,
+        "x_strides": x.stride(),
+        "mean_ptr": mean if mean is not None else x,
+        "mean_strides": mean.stride() if mean is not None else (0, 0, 0, 0),
+        "amax_ptr": None,
+        "amax_stride": 0 if whole else 1,
+        "cu_ptr": rows.cu,
+        "len_ptr": rows.length,
+        "valid_ptr": rows.valid,
+        "valid_strides": rows.valid.stride() if rows.valid is not None else (0, 0),
+        "H": heads,
+        "S": size,
+        "multiplier": multiplier if multiplier is not None else 1.0,
+        "D": head_dim,
+        "BLOCK_D": block_d,
+        "T": tile_rows,
+        "SMOOTH": mean is not None,
+        "ROTATE": rotate,
+        "MULTIPLY": multiplier is not None,
+        **rows.flags,
+    }
+    options = {"num_warps": 8 if tile_rows * block_d > 8192 else 4, "enable_fp_fusion": False}
+    blocks = triton.cdiv(rows.longest, tile_rows)
+    if "head" in spans:
+        shared["amax_ptr"] = torch.zeros(n_spans, dtype=torch.int32, device=x.device)
+        _span_amax_kernel[(blocks * n_spans,)](**shared, n_blocks=blocks, **options)
+    rules = [f.resolve_rule(scale_rule) if f is not None else "" for f in (high, low)]
+    blocks += rows.offset is not None
+    _quantise_kernel[(blocks * n_spans,)](
+        **shared,
+        n_blocks=blocks,
+        high=_pointers(copies[0]),
+        low=_pointers(copies[1]),
+        offset_ptr=rows.offset,
+        n_tiles=n_tiles,
+        HIGH=high.name if high is not None else "none",
+        HIGH_RULE=rules[0],
+        HIGH_SPAN=spans[0],
+        LOW=low.name if low is not None else "none",
+        LOW_RULE=rules[1],
+        LOW_SPAN=spans[1],
+        HAS_OFFSET=rows.offset is not None,
+        **options,
+    )
+    return copies[0], copies[1]
+
+
+def launch_key_mean(k: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Mean of K (B, H, S, D) over each sequence's valid keys: (n, H, 1, D) float32."""
+    _, heads, size, head_dim = k.shape
+    mean = torch.zeros(rows.n, heads, 1, head_dim, dtype=torch.float32, device=k.device)
+    if k.numel() == 0 or rows.longest == 0:
+        return mean
+    block_d = triton.next_power_of_2(head_dim)
+    n_chunks = triton.cdiv(rows.longest, MEAN_ROWS)
+    partial = torch.empty(
+        rows.n * heads, n_chunks, 2, block_d, dtype=torch.float32, device=k.device
+    )
+    flags = rows.flags
+    _mean_partial_kernel[(n_chunks * rows.n * heads,)](
+        k,
+        k.stride(),
+        partial,
+        rows.cu,
+        rows.length,
+        rows.valid,
+        rows.valid.stride() if rows.valid is not None else (0, 0),
+        n_chunks,
+        heads,
+        size,
+        D=head_dim,
+        BLOCK_D=block_d,
+        T=max(4096 // block_d, 16),
+        ROWS=MEAN_ROWS,
+        **flags,
+    )
+    del flags["HAS_VALID"]
+    _mean_final_kernel[(rows.n * heads,)](
+        partial,
+        mean,
+        rows.cu,
+        rows.length,
+        heads,
+        size,
+        n_chunks,
+        D=head_dim,
+        BLOCK_D=block_d,
+        ROWS=MEAN_ROWS,
+        CHUNKS=16,
+        **flags,
+    )
+    return mean
+
+
+def launch_v_fp8(v: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """V (B, H, S, D) -> E4M3 codes uint8 of the same shape, channel scales (n, H, 1, D) float32."""
+    _, heads, size, head_dim = v.shape
+    codes = torch.empty(v.shape, dtype=torch.uint8, device=v.device)
+    scale = torch.ones(rows.n, heads, 1, head_dim, dtype=torch.float32, device=v.device)
+    if v.numel() == 0 or rows.longest == 0:
+        return codes, scale
+    amax = torch.zeros(rows.n, heads, head_dim, dtype=torch.int32, device=v.device)
+    blocks = triton.cdiv(rows.longest, V_ROWS)
+    for encode_pass in (False, True):
+        _v_fp8_kernel[(blocks * rows.n * heads,)](
+            v,
+            v.stride(),
+            amax,
+            codes,
+            scale,
+            rows.cu,
+            rows.length,
+            rows.valid,
+            rows.valid.stride() if rows.valid is not None else (0, 0),
+            blocks,
+            heads,
+            size,
+            D=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            T=V_ROWS,
+            ENCODE=encode_pass,
+            enable_fp_fusion=False,
+            **rows.flags,
+        )
+    return codes, scale
+
+
+def quantize_triton(
+    x: torch.Tensor,
+    high: BlockFormat,
+    low: BlockFormat | None,
+    mean: torch.Tensor | None,
+    rotate: bool,
+    scale_rule: str,
+    granularity: str,
+) -> tuple[BlockScaledTensor | None, BlockScaledTensor | None]:
+    """`quantize_pair` (or `quantize` with low=None) of an x of any rank."""
+    x4 = _four_dims(x)
+    formats = [f if f is not None and f.quantised else None for f in (high, low)]
+    spans = [f.resolve_granularity(granularity) if f is not None else "token" for f in formats]
+    copies = launch_quantise(
+        x4,
+        formats[0],
+        formats[1],
+        Rows(x4.shape[0], x4.shape[2]),
+        mean=None if mean is None else _four_dims(mean.broadcast_to(x.shape)),
+        rotate=rotate,
+        scale_rule=scale_rule,
+        spans=tuple("head" if s == "tensor" else s for s in spans),
+        whole=True,
+    )
+    high_copy, low_copy = (None if c is None else _reshape(c, x.shape) for c in copies)
+    return high_copy, low_copy
+
+
+def _four_dims(x: torch.Tensor) -> torch.Tensor:
+    """View as (B, H, S, D); more than two leading dims are flattened (a copy if they must be)."""
+    if x.dim() > 4:
+        return x.reshape(-1, *x.shape[-3:])
+    return x[(None,) * (4 - x.dim())]
+
+
+def _reshape(copy: BlockScaledTensor, shape: torch.Size) -> BlockScaledTensor:
+    def back(t: torch.Tensor | None) -> torch.Tensor | None:
+        if t is None or t.dim() == 0:
+            return t
+        return t.reshape(*shape[:-2], *t.shape[-2:] if len(shape) > 1 else t.shape[-1:])
+
+    return BlockScaledTensor(
+        back(copy.data), back(copy.scales), back(copy.global_scale), copy.format, shape
+    )
+
+
+def _allocate(
+    x: torch.Tensor,
+    fmt: BlockFormat | None,
+    span: str,
+    n_tiles: int,
+    rows: Rows,
+    whole: bool,
+) -> BlockScaledTensor | None:
+    if fmt is None:
+        return None
+    batch, heads, size, head_dim = x.shape
+    data = torch.empty(
+        batch, heads, size, fmt.row_bytes(head_dim), dtype=torch.uint8, device=x.device
+    )
+    row_scale = None
+    if fmt.scale != "e8m0":
+        shape = {
+            "token": (batch, heads, size, 1),
+            "tile": (batch, heads, n_tiles, 1),
+            "head": () if whole else (rows.n, heads, 1, 1),
+        }[span]
+        row_scale = torch.ones(shape, dtype=torch.float32, device=x.device)
+    if fmt.scale == "fp32":
+        return BlockScaledTensor(data, row_scale, None, fmt.name, x.shape)
+    scales = torch.empty(
+        batch, heads, size, fmt.n_blocks(head_dim), dtype=torch.uint8, device=x.device
+    )
+    return BlockScaledTensor(data, scales, row_scale, fmt.name, x.shape)
+
+
+def _pointers(copy: BlockScaledTensor | None) -> tuple[torch.Tensor | None, ...]:
+    if copy is None:
+        return (None, None, None)
+    if copy.global_scale is None and copy.scales.dtype == torch.float32:
+        return (copy.data, None, copy.scales)
+    return (copy.data, copy.scales, copy.global_scale)
+
