@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 
 from .. import formats, schedule
+from ..device import interpreting
 from .transforms import hadamard_norm, hadamard_size
 
-key_ranges = triton.jit(schedule.key_ranges)
-common_keys = triton.jit(schedule.common_keys)
+# The interpreter runs plain Python, and refuses to wrap a module that does not import triton.
+key_ranges = schedule.key_ranges if interpreting() else triton.jit(schedule.key_ranges)
+common_keys = schedule.common_keys if interpreting() else triton.jit(schedule.common_keys)
 
 
 @triton.constexpr_function

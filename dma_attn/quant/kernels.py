@@ -261,12 +261,14 @@ def launch_quantise(
     """Quantise x (B, H, S, D) to one or two formats in one pass.
 
     Args:
-        mean: float32, 4-dim and broadcastable to x (for packed sequences: one row a sequence).
+        mean: float32 (n, H, 1 or S, D), subtracted from x.
         spans: What the fp32 scale of the two copies spans: "token", "tile" or "head".
         multiplier: Factor applied to x first (scale * log2(e), the authors' order).
         whole: "head" means all of x: one scale.
     """
     batch, heads, size, head_dim = x.shape
+    if mean is not None:
+        mean = mean.expand(-1, -1, size, -1)  # stride 0 along the tokens
     block_d = max(triton.next_power_of_2(head_dim), 32)
     spans = tuple(
         s if f is not None and f.scale in ("e4m3", "fp32") else "token"
@@ -313,8 +315,8 @@ def launch_quantise(
     _quantise_kernel[(blocks * n_spans,)](
         **shared,
         n_blocks=blocks,
-        high=_pointers(copies[0]),
-        low=_pointers(copies[1]),
+        high=pointers(copies[0]),
+        low=pointers(copies[1]),
         offset_ptr=rows.offset,
         n_tiles=n_tiles,
         HIGH=high.name if high is not None else "none",
@@ -485,7 +487,8 @@ def _allocate(
     return BlockScaledTensor(data, scales, row_scale, fmt.name, x.shape)
 
 
-def _pointers(copy: BlockScaledTensor | None) -> tuple[torch.Tensor | None, ...]:
+def pointers(copy: BlockScaledTensor | None) -> tuple[torch.Tensor | None, ...]:
+    """(codes, block scales, fp32 row scales): a copy as the kernels' operand tuple."""
     if copy is None:
         return (None, None, None)
     if copy.global_scale is None and copy.scales.dtype == torch.float32:

@@ -31,7 +31,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     shape, n = x.shape, hadamard_size(x.shape[-1])
     h = 1
     while h < n:
-        pairs = x.reshape(*shape[:-1], -1, 2, h)
+        pairs = x.reshape(*shape[:-1], shape[-1] // (2 * h), 2, h)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((a + b, a - b), -2)
         h *= 2
