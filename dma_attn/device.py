@@ -20,7 +20,7 @@ from .formats import check_choice
 
 IMPLS = ("auto", "reference", "triton")
 MIN_CAPABILITY = (8, 0)
-MIN_TRITON = (3, 4)
+MIN_TRITON = (3, 6)
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ def device_status(device: torch.device | str) -> DeviceStatus:
         return DeviceStatus("refused", "none", f"{where}: needs an NVIDIA GPU; use impl='reference'")
     if info.triton is None:
         return DeviceStatus(
-            "refused", "none", f"{where}: triton is not installed; pip install 'triton>=3.4'"
+            "refused", "none", f"{where}: triton is not installed; pip install 'triton>=3.6'"
         )
     if _version(info.triton) < MIN_TRITON:
         return DeviceStatus(
-            "refused", "none", f"{where}: triton is too old; pip install -U 'triton>=3.4'"
+            "refused", "none", f"{where}: triton is too old; pip install -U 'triton>=3.6'"
         )
     if info.capability < MIN_CAPABILITY:
         return DeviceStatus(
@@ -136,7 +136,7 @@ def use_triton(device: torch.device, impl: str) -> bool:
                 f'impl: expected CUDA tensors for "triton" (or TRITON_INTERPRET=1), got {device}'
             )
         if triton_version() is None:
-            raise RuntimeError("impl: triton is not installed; pip install 'triton>=3.4'")
+            raise RuntimeError("impl: triton is not installed; pip install 'triton>=3.6'")
         return True
     return status.path == "triton" and device.type == "cuda"
 

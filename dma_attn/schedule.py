@@ -25,7 +25,7 @@ def key_ranges(
     window: int,
     diag: int,
     sink: int,
-    causal: bool,
+    causal: int,
 ) -> tuple[int, int, int, int, int]:
     """Key ranges of the queries at positions [q_lo, q_hi), all within one query tile.
 
@@ -57,7 +57,7 @@ def key_ranges(
     return lo, sink_end, diag_lo, diag_hi, hi
 
 
-def common_keys(q_lo: int, q_hi: int, kv_len: int, window: int, causal: bool) -> tuple[int, int]:
+def common_keys(q_lo: int, q_hi: int, kv_len: int, window: int, causal: int) -> tuple[int, int]:
     """Keys [lo, hi) that every query at positions [q_lo, q_hi) sees (padding masks aside)."""
     lo = 0
     hi = kv_len

@@ -7,15 +7,18 @@ PyTorch reference agree bit for bit; kernels that call them are launched with en
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 from .. import formats, schedule
 from ..device import interpreting
-from .transforms import hadamard_norm, hadamard_size
+from . import transforms
 
 # The interpreter runs plain Python, and refuses to wrap a module that does not import triton.
 key_ranges = schedule.key_ranges if interpreting() else triton.jit(schedule.key_ranges)
+rotation_size = triton.constexpr_function(transforms.hadamard_size)
 common_keys = schedule.common_keys if interpreting() else triton.jit(schedule.common_keys)
 
 
@@ -59,7 +62,7 @@ def element_max(fmt):
 @triton.constexpr_function
 def mantissa_of_max(fmt):
     """The 23 mantissa bits of the largest element."""
-    m, _ = _frexp(formats.FORMATS[fmt].max)
+    m, _ = math.frexp(formats.FORMATS[fmt].max)
     return int((2 * m - 1) * 2**23)
 
 
@@ -82,19 +85,9 @@ def log2(n):
 
 
 @triton.constexpr_function
-def rotation_size(head_dim):
-    return hadamard_size(head_dim)
-
-
-@triton.constexpr_function
 def rotation_norm(head_dim):
-    return hadamard_norm(hadamard_size(head_dim))
-
-
-def _frexp(x):
-    import math
-
-    return math.frexp(x)
+    """1 / sqrt(n), rounded to fp32 where it becomes an operand."""
+    return 1.0 / math.sqrt(rotation_size(head_dim))
 
 
 @triton.jit
@@ -118,13 +111,24 @@ def sequence(b, cu_ptr, len_ptr, size, VARLEN: tl.constexpr, HAS_LEN: tl.constex
 
 
 @triton.jit
+def _butterfly(x, H: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(a, b) -> (a + b, a - b) for channels H apart.
+
+    Sums over an axis of two are exact additions, done in the layout that x has (registers or
+    shuffles); splitting and joining the halves would move them through shared memory.
+    """
+    pairs = x.reshape(T, BLOCK_D // (2 * H), 2, H)
+    first = (tl.arange(0, 2) == 0)[None, None, :, None]
+    total = tl.sum(pairs, 2)[:, :, None, :]
+    difference = tl.sum(tl.where(first, pairs, -pairs), 2)[:, :, None, :]
+    return tl.where(first, total, difference).reshape(T, BLOCK_D)
+
+
+@triton.jit
 def hadamard(x, D: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr):
     """Butterflies h = 1, 2, 4, ... along the channels, then the factor 1 / sqrt(n)."""
     for i in tl.static_range(log2(rotation_size(D))):
-        H: tl.constexpr = 1 << i
-        y = x.reshape(T, BLOCK_D // (2 * H), 2, H).permute(0, 1, 3, 2)
-        a, b = tl.split(y)
-        x = tl.join(a + b, a - b).permute(0, 1, 3, 2).reshape(T, BLOCK_D)
+        x = _butterfly(x, 1 << i, T, BLOCK_D)
     return x * rotation_norm(D)
 
 
@@ -132,9 +136,7 @@ def hadamard(x, D: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr):
 def tree_sum(x, T: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
     """(T, N, BLOCK) -> (T, N): sum of halves, i with i + n / 2."""
     for i in tl.static_range(log2(BLOCK)):
-        HALF: tl.constexpr = BLOCK >> (i + 1)
-        a, b = tl.split(x.reshape(T, N, 2, HALF).permute(0, 1, 3, 2))
-        x = a + b
+        x = tl.sum(x.reshape(T, N, 2, BLOCK >> (i + 1)), 2)
     return x.reshape(T, N)
 
 
@@ -196,7 +198,7 @@ def encode_e2m1(x):
 def encode_e2m1_paper(x):
     """The authors' encoder: rounding up never carries into the exponent."""
     a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a >= 1.0).to(tl.int32) + (a > 1.25).to(tl.int32)
+    code = (a > 0.125).to(tl.int32) + (a >= 1.0).to(tl.int32) + (a > 1.25).to(tl.int32)
     code += (a >= 2.0).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 4.0).to(tl.int32)
     code += (a > 5.0).to(tl.int32)
     return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
@@ -272,12 +274,12 @@ def _encode_mx(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexp
         exponent += ((amax & 0x7FFFFF) > mantissa_of_max(FORMAT)).to(tl.int32)
     bad = amax >= 0x7F800000
     scales = _e8m0(exponent, bad)
-    scale = decode_e8m0(scales)[:, :, None]
-    codes = encode_element(tl.div_rn(x, scale + tl.zeros_like(x)), FORMAT, RULE)
+    scale = decode_e8m0(scales)[:, :, None] + tl.zeros_like(x)
+    codes = encode_element(tl.div_rn(x, scale), FORMAT, RULE)
     if RULE == "mse":
         scales_1 = _e8m0(exponent + 1, bad)
-        scale_1 = decode_e8m0(scales_1)[:, :, None]
-        codes_1 = encode_element(tl.div_rn(x, scale_1 + tl.zeros_like(x)), FORMAT, RULE)
+        scale_1 = decode_e8m0(scales_1)[:, :, None] + tl.zeros_like(x)
+        codes_1 = encode_element(tl.div_rn(x, scale_1), FORMAT, RULE)
         better = _error(codes_1, scale_1, x, FORMAT, T, N, BLOCK) < _error(
             codes, scale, x, FORMAT, T, N, BLOCK
         )
@@ -289,8 +291,8 @@ def _encode_mx(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexp
 @triton.jit
 def _nvfp4_candidate(x, amax, second, bad, TARGET: tl.constexpr, FORMAT: tl.constexpr):
     scales = _e4m3_scale(tl.div_rn(tl.div_rn(amax, TARGET), second), bad, 2.0**-9)
-    scale = (decode_e4m3(scales) * second)[:, :, None]
-    codes = encode_element(tl.div_rn(x, scale + tl.zeros_like(x)), FORMAT, "mse")
+    scale = (decode_e4m3(scales) * second)[:, :, None] + tl.zeros_like(x)
+    codes = encode_element(tl.div_rn(x, scale), FORMAT, "mse")
     return codes, scales, scale
 
 
@@ -322,28 +324,36 @@ def _encode_nvfp4(x, amax_bits, second, FORMAT: tl.constexpr, RULE: tl.constexpr
 
 
 @triton.jit
-def _token_candidate(x, amax, SHARE: tl.constexpr, FORMAT: tl.constexpr):
-    scale = tl.div_rn(amax.to(tl.float32, bitcast=True) * SHARE, element_max(FORMAT))
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    scale = tl.where(amax >= 0x7F800000, float("nan"), scale)
-    codes = encode_element(tl.div_rn(x, scale[:, None, None] + tl.zeros_like(x)), FORMAT, "")
-    return codes, scale
+def _token_share(i, RULE: tl.constexpr):
+    """Share i of amax: a chain of selects, so that the loop over shares stays a loop."""
+    share = 1.0
+    for j in tl.static_range(1, len(token_shares(RULE))):
+        share = tl.where(i == j, token_shares(RULE)[j], share)
+    return share
 
 
 @triton.jit
 def _encode_tokens(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr,
                    BLOCK: tl.constexpr):
     """x (T, 1, BLOCK), amax bits (T,) -> codes, fp32 scales (T,); the first best share wins."""
-    codes, scale = _token_candidate(x, amax, 1.0, FORMAT)
-    if RULE == "mse":
-        error = _error(codes, scale[:, None, None], x, FORMAT, T, 1, BLOCK)
-        for i in tl.static_range(1, len(token_shares("mse"))):
-            codes_1, scale_1 = _token_candidate(x, amax, token_shares("mse")[i], FORMAT)
-            error_1 = _error(codes_1, scale_1[:, None, None], x, FORMAT, T, 1, BLOCK)
-            better = error_1 < error
+    codes = tl.zeros([T, 1, BLOCK], tl.int32)
+    scale = tl.zeros([T], tl.float32)
+    error = tl.zeros([T, 1], tl.float32)
+    for i in range(len(token_shares(RULE))):
+        share = _token_share(i, RULE)
+        scale_1 = tl.div_rn(amax.to(tl.float32, bitcast=True) * share, element_max(FORMAT))
+        scale_1 = tl.where(scale_1 == 0.0, 1.0, scale_1)
+        scale_1 = tl.where(amax >= 0x7F800000, float("nan"), scale_1)
+        per_row = scale_1[:, None, None] + tl.zeros_like(x)
+        codes_1 = encode_element(tl.div_rn(x, per_row), FORMAT, RULE)
+        if RULE == "mse":
+            error_1 = _error(codes_1, per_row, x, FORMAT, T, 1, BLOCK)
+            better = (error_1 < error) | (i == 0)
             codes = tl.where(better[:, :, None], codes_1, codes)
             scale = tl.where(better.reshape(T), scale_1, scale)
             error = tl.where(better, error_1, error)
+        else:
+            codes, scale = codes_1, scale_1
     return codes, scale
 
 

@@ -97,7 +97,7 @@ def _store_copy(x, span_amax, copy, row, tile, mask_t, bh, D: tl.constexpr, BLOC
             tl.store(row_scale_ptr + bh, _common(row_scale))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_blocks", "S", "n_tiles", "amax_stride"])
 def _quantise_kernel(x_ptr, x_strides, mean_ptr, mean_strides, high, low, amax_ptr, amax_stride,
                      cu_ptr, len_ptr, valid_ptr, valid_strides, offset_ptr, n_blocks, H, S,
                      n_tiles, multiplier, D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
@@ -138,7 +138,7 @@ def _quantise_kernel(x_ptr, x_strides, mean_ptr, mean_strides, high, low, amax_p
                     LOW_RULE, LOW_SPAN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_blocks", "S", "amax_stride"])
 def _span_amax_kernel(x_ptr, x_strides, mean_ptr, mean_strides, amax_ptr, amax_stride, cu_ptr,
                       len_ptr, valid_ptr, valid_strides, n_blocks, H, S, multiplier,
                       D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, VARLEN: tl.constexpr,
@@ -156,7 +156,7 @@ def _span_amax_kernel(x_ptr, x_strides, mean_ptr, mean_strides, amax_ptr, amax_s
     tl.atomic_max(amax_ptr + (b * H + h) * amax_stride, tl.max(tl.max(raw, 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_blocks", "S"])
 def _mean_partial_kernel(x_ptr, x_strides, partial_ptr, cu_ptr, len_ptr, valid_ptr, valid_strides,
                          n_blocks, H, S, D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
                          ROWS: tl.constexpr, VARLEN: tl.constexpr, HAS_LEN: tl.constexpr,
@@ -190,7 +190,7 @@ def _mean_partial_kernel(x_ptr, x_strides, partial_ptr, cu_ptr, len_ptr, valid_p
     tl.store(out + BLOCK_D, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_chunks", "S"])
 def _mean_final_kernel(partial_ptr, mean_ptr, cu_ptr, len_ptr, H, S, n_chunks, D: tl.constexpr,
                        BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
                        VARLEN: tl.constexpr, HAS_LEN: tl.constexpr):
@@ -211,7 +211,7 @@ def _mean_final_kernel(partial_ptr, mean_ptr, cu_ptr, len_ptr, H, S, n_chunks, D
     tl.store(mean_ptr + bh * D + offs_d, mean, mask=offs_d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_blocks", "S"])
 def _v_fp8_kernel(v_ptr, v_strides, amax_ptr, data_ptr, scale_ptr, cu_ptr, len_ptr, valid_ptr,
                   valid_strides, n_blocks, H, S, D: tl.constexpr, BLOCK_D: tl.constexpr,
                   T: tl.constexpr, VARLEN: tl.constexpr, HAS_LEN: tl.constexpr, HAS_VALID: tl.constexpr,

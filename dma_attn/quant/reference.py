@@ -86,7 +86,7 @@ def round_e2m1(x: torch.Tensor) -> torch.Tensor:
 def round_e2m1_paper(x: torch.Tensor) -> torch.Tensor:
     """The authors' E2M1 encoder: a mantissa that rounds up never carries (1.9 -> 1.5, not 2)."""
     a = x.abs()
-    code = (a > 0.25).int() + (a >= 1.0).int() + (a > 1.25).int() + (a >= 2.0).int()
+    code = (a > 0.125).int() + (a >= 1.0).int() + (a > 1.25).int() + (a >= 2.0).int()
     code = code + (a > 2.5).int() + (a >= 4.0).int() + (a > 5.0).int()
     return _with_sign(code, x)
 
@@ -235,7 +235,7 @@ def _span_amax(x: torch.Tensor, granularity: str) -> torch.Tensor:
     if granularity == "head":
         return amax.amax(-2, keepdim=True) if rows else amax.new_zeros(*amax.shape[:-2], 1, 1)
     amax = torch.nn.functional.pad(amax, (0, 0, 0, -rows % TILE))
-    return amax.reshape(*amax.shape[:-2], -1, TILE, 1).amax(-2)
+    return amax.unflatten(-2, (-(-rows // TILE), TILE)).amax(-2)
 
 
 def _with_sign(code: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -45,12 +45,13 @@ class BlockScaledTensor:
         """Values in `dtype`, shape `self.shape`; computed in float32, rounded once."""
         fmt = get_format(self.format)
         codes = decode_elements(self.data, fmt)
+        rows = codes.shape[-2] if codes.dim() > 1 else 1
         if fmt.block is None:
-            scale = spread_tiles(self.scales, codes.shape[-2] if codes.dim() > 1 else 1)
+            scale = spread_tiles(self.scales, rows)
         else:
             scale = decode_scales(self.scales, fmt)
             if self.global_scale is not None:
-                scale = scale * spread_tiles(self.global_scale, codes.shape[-2])
+                scale = scale * spread_tiles(self.global_scale, rows)
             scale = scale.repeat_interleave(fmt.block, -1)[..., : codes.shape[-1]]
         return (codes * scale).reshape(self.shape).to(dtype)
 

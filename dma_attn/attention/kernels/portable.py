@@ -29,6 +29,7 @@ from ..prepare import has_high, operand_span, query_copies
 from ..types import CallOptions, PreparedKV, mask_floor, needs_shift
 from .tiles import (
     has_row_scale,
+    item,
     key_block,
     load_row_scale,
     load_tile,
@@ -57,46 +58,54 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _attend_ranges(acc, row_max, row_sum, q, q_scale, shift, pos_m, lo, gap_lo, gap_hi, hi, common,
-                   keys, values, masks, kv_len, window, D: tl.constexpr, DV: tl.constexpr,
+def _attend_ranges(acc, row_max, row_sum, queries, q_operand, k_operand, q_scale, shift, pos_m,
+                   mask_m, lo, gap_lo, gap_hi, hi, common, keys, values, masks, kv_len, window, D: tl.constexpr, DV: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, SPAN: tl.constexpr,
+                   BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, SPANS: tl.constexpr,
                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_VALID: tl.constexpr,
                    MASK: tl.constexpr, MASK_FLOOR: tl.constexpr, SHIFT: tl.constexpr,
-                   FP8_V: tl.constexpr, UPCAST: tl.constexpr, DOT_DTYPE: tl.constexpr):
+                   FP8_V: tl.constexpr, UPCAST: tl.constexpr):
     """Online softmax over the keys [lo, gap_lo) and [gap_hi, hi), all of one precision class."""
-    operand, k_base, k_strides, row0, tile0, span = keys
+    q_base, q_strides, q_raw_row, q_row, q_tile, q_span = queries
+    k_base, k_strides, k_row0, k_tile0, k_span = keys
     v_base, v_strides = values
-    valid_base, valid_stride, mask_base, mask_stride, mask_rows = masks
+    valid_ptr, valid_row, valid_stride, mask_ptr, mask_rows, mask_stride = masks
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
+    if FORMAT == "none":
+        q = _load_raw(q_base, q_strides, q_raw_row, offs_d, mask_m, D)
+    else:
+        q = load_tile(q_operand, q_row, mask_m, D, BLOCK_D, BLOCK_M, FORMAT, tl.bfloat16)
+    row_factor = tl.zeros([BLOCK_M], tl.float32) + q_scale
+    if has_row_scale(FORMAT):
+        row_factor *= load_row_scale(q_operand, q_row, q_tile, q_span, mask_m,
+                                     item(SPANS, 0))
     for i in range(0, n_key_blocks(lo, gap_lo, gap_hi, hi, BLOCK_N)):
         start_n = key_block(i, lo, gap_lo, gap_hi, BLOCK_N)
         pos_n = start_n + tl.arange(0, BLOCK_N)
         mask_n = pos_n < kv_len
         if HAS_VALID:
-            seen = tl.load(valid_base + pos_n.to(tl.int64) * valid_stride, mask=mask_n, other=0)
+            at = valid_row + pos_n.to(tl.int64) * valid_stride
+            seen = tl.load(valid_ptr + at, mask=mask_n, other=0)
             mask_n = mask_n & (seen != 0)
-        row_n = row0 + pos_n.to(tl.int64)
+        row_n = k_row0 + pos_n.to(tl.int64)
         # Scores of this block, in base 2
         if FORMAT == "none":
             k = _load_raw(k_base, k_strides, row_n, offs_d, mask_n, D)
         else:
-            k = load_tile(operand, row_n, mask_n, D, BLOCK_D, BLOCK_N, FORMAT, DOT_DTYPE)
+            k = load_tile(k_operand, row_n, mask_n, D, BLOCK_D, BLOCK_N, FORMAT, tl.bfloat16)
         scores = _dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
-        scores = scores * q_scale[:, None]
-        if FORMAT != "none":
-            if has_row_scale(FORMAT):
-                k_scale = load_row_scale(operand, span * 0 + row_n, tile0 + (pos_n >> 7), span,
-                                         mask_n, SPAN)
-                scores = scores * k_scale[None, :]
-        elif SHIFT:
+        scores = scores * row_factor[:, None]
+        if has_row_scale(FORMAT):
+            k_scale = load_row_scale(k_operand, row_n, k_tile0 + (pos_n >> 7), k_span, mask_n,
+                                     item(SPANS, 1))
+            scores = scores * k_scale[None, :]
+        if SHIFT and FORMAT == "none":
             scores = scores - shift[:, None]
         # Hidden keys
-        if MASK:
+        if MASK != "none":
             at = mask_rows[:, None] + pos_n.to(tl.int64)[None, :] * mask_stride
-            inside = (pos_m >= 0)[:, None] & (pos_n < kv_len)[None, :]
-            bias = tl.load(mask_base + at, mask=inside, other=0)
+            bias = tl.load(mask_ptr + at, mask=mask_m[:, None] & (pos_n < kv_len)[None, :], other=0)
             if MASK == "bool":
                 scores = tl.where(bias != 0, scores, float("-inf"))
             else:
@@ -126,7 +135,7 @@ def _attend_ranges(acc, row_max, row_sum, q, q_scale, shift, pos_m, lo, gap_lo, 
     return acc, row_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_blocks", "S_Q", "S_KV", "q_tiles", "k_tiles", "window", "diag", "sink"])
 def _portable_kernel(q_ptr, q_strides, k_ptr, k_strides, v_ptr, v_strides, out_ptr, out_strides,
                      lse_ptr, q_high, q_low, k_high, k_low, v_scale_ptr, mean_ptr, mask_ptr,
                      mask_strides, valid_ptr, valid_strides, cu_q_ptr, cu_k_ptr, len_ptr,
@@ -188,10 +197,9 @@ def _portable_kernel(q_ptr, q_strides, k_ptr, k_strides, v_ptr, v_strides, out_p
     values = (v_ptr + batch * v_strides[0] + h_kv * v_strides[1] - k_head * S_KV * v_strides[2],
               v_strides)
     k_base = k_ptr + batch * k_strides[0] + h_kv * k_strides[1] - k_head * S_KV * k_strides[2]
-    mask_rows = i_q * mask_strides[2]
-    masks = (valid_ptr + b * valid_strides[0] if HAS_VALID else valid_ptr, valid_strides[1],
-             mask_ptr + b * mask_strides[0] + h * mask_strides[1] if MASK else mask_ptr,
-             mask_strides[3], mask_rows)
+    mask_rows = b * mask_strides[0] + h * mask_strides[1] + i_q * mask_strides[2]
+    masks = (valid_ptr, b * valid_strides[0], valid_strides[1], mask_ptr, mask_rows,
+             mask_strides[3])
     # q . mean_k: in the LSE, and in scores of raw K
     shift = tl.zeros([BLOCK_M], tl.float32)
     if SHIFT:
@@ -203,31 +211,21 @@ def _portable_kernel(q_ptr, q_strides, k_ptr, k_strides, v_ptr, v_strides, out_p
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     # Ranges: high = sink and diagonal, low = the rest
-    DOT_DTYPE: tl.constexpr = tl.bfloat16
-    for CLASS in tl.static_range(1 - HAS_HIGH, 2):
-        FORMAT: tl.constexpr = HIGH if CLASS == 0 else LOW
-        SPANS: tl.constexpr = HIGH_SPANS if CLASS == 0 else LOW_SPANS
-        q_operand = q_high if CLASS == 0 else q_low
-        k_operand = k_high if CLASS == 0 else k_low
-        q_scale = tl.full([BLOCK_M], 1.0, tl.float32)
-        if FORMAT == "none":
-            q = _load_raw(q_base, q_strides, first_q + i_q, offs_d, mask_m, D)
-            q_scale = q_scale * scale
-        else:
-            q = load_tile(q_operand, q_row, mask_m, D, BLOCK_D, BLOCK_M, FORMAT, DOT_DTYPE)
-            q_scale = q_scale * quantised_scale
-            if has_row_scale(FORMAT):
-                q_scale *= load_row_scale(q_operand, q_row, q_tile, bh, mask_m, SPANS[0])
-        keys = (k_operand, k_base, k_strides, k_row0, k_tile0, k_span)
-        if CLASS == 0:
-            range_lo, gap_lo, gap_hi, range_hi = lo, sink_end, diag_lo, diag_hi
-        else:
-            range_lo, gap_lo, gap_hi, range_hi = sink_end, diag_lo, diag_hi, hi
+    queries = (q_base, q_strides, first_q + i_q, q_row, q_tile, bh)
+    keys = (k_base, k_strides, k_row0, k_tile0, k_span)
+    if HAS_HIGH:
         acc, row_max, row_sum = _attend_ranges(
-            acc, row_max, row_sum, q, q_scale, shift, pos_m, range_lo, gap_lo, gap_hi, range_hi,
-            common, keys, values, masks, kv_len, window, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
-            BLOCK_N, FORMAT, SPANS[1], CAUSAL, WINDOW, HAS_VALID, MASK, MASK_FLOOR, SHIFT, FP8_V,
-            UPCAST, DOT_DTYPE)
+            acc, row_max, row_sum, queries, q_high, k_high,
+            scale if HIGH == "none" else quantised_scale, shift, pos_m, mask_m, lo, sink_end,
+            diag_lo, diag_hi, common, keys, values, masks, kv_len, window, D, DV, BLOCK_D,
+            BLOCK_DV, BLOCK_M, BLOCK_N, HIGH, HIGH_SPANS, CAUSAL, WINDOW, HAS_VALID, MASK,
+            MASK_FLOOR, SHIFT, FP8_V, UPCAST)
+    acc, row_max, row_sum = _attend_ranges(
+        acc, row_max, row_sum, queries, q_low, k_low,
+        scale if LOW == "none" else quantised_scale, shift, pos_m, mask_m, sink_end, diag_lo,
+        diag_hi, hi, common, keys, values, masks, kv_len, window, D, DV, BLOCK_D, BLOCK_DV,
+        BLOCK_M, BLOCK_N, LOW, LOW_SPANS, CAUSAL, WINDOW, HAS_VALID, MASK, MASK_FLOOR, SHIFT,
+        FP8_V, UPCAST)
     # Store
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     acc = acc * inverse[:, None]
@@ -320,14 +318,14 @@ def launch(
         LOW=config.low,
         HIGH_SPANS=spans[0],
         LOW_SPANS=spans[1],
-        HAS_HIGH=int(has_high(config)),
+        HAS_HIGH=has_high(config),
         CAUSAL=call.causal,
         TOP_LEFT=call.top_left,
         WINDOW=call.window > 0,
         VARLEN=kv.rows.cu is not None,
         HAS_LEN=kv.rows.length is not None,
         HAS_VALID=valid is not None,
-        MASK="" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+        MASK="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
         MASK_FLOOR=mask_floor(mask.dtype) if mask is not None and mask.is_floating_point() else 0.0,
         SHIFT=needs_shift(kv, call.return_lse),
         FP8_V=kv.v_scale is not None,

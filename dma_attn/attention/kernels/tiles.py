@@ -27,6 +27,12 @@ def has_row_scale(fmt):
     return scale_kind(fmt) in ("e4m3", "fp32")
 
 
+@triton.constexpr_function
+def item(values, i):
+    """values[i] of a compile-time tuple, as a compile-time value."""
+    return values[i]
+
+
 @triton.jit
 def load_tile(operand, row, mask_r, D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
               FORMAT: tl.constexpr, DTYPE: tl.constexpr):
