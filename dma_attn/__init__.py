@@ -7,6 +7,7 @@ from .attention.api import (
     prepare_kv,
     scaled_dot_product_attention,
 )
+from .attention.explain import explain
 from .attention.merge import PrecisionMetrics, merge_states, precision_metrics
 from .attention.types import PreparedKV
 from .config import DMAConfig
@@ -24,6 +25,7 @@ __all__ = [
     "dma_attention",
     "dma_attention_prepared",
     "dma_attention_varlen",
+    "explain",
     "merge_states",
     "precision_metrics",
     "prepare_kv",

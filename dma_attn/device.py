@@ -99,7 +99,9 @@ def device_status(device: torch.device | str) -> DeviceStatus:
     major, minor = info.capability
     where = f"{info.name} (compute capability {major}.{minor}, triton {info.triton})"
     if torch.version.hip is not None and _override is None:
-        return DeviceStatus("refused", "none", f"{where}: needs an NVIDIA GPU; use impl='reference'")
+        return DeviceStatus(
+            "refused", "none", f"{where}: needs an NVIDIA GPU; use impl='reference'"
+        )
     if info.triton is None:
         return DeviceStatus(
             "refused", "none", f"{where}: triton is not installed; pip install 'triton>=3.6'"

@@ -38,7 +38,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def compile_only(capability: int) -> Iterator[list[Any]]:
-    """Within, kernel launches on CPU tensors compile for `capability`; yields what they compiled."""
+    """Within, launches on CPU tensors compile for `capability`; yields the compiled kernels."""
     compiled: list[Any] = []
     run = JITFunction.run
 

@@ -95,8 +95,8 @@ def prepare_kv(
 ) -> PreparedKV:
     """Quantise K and V once, to attend many times with `dma_attention_prepared`.
 
-    Arguments, shapes and errors are those of `dma_attention`. The result refers to v (and to k where
-    a class is "none"): do not overwrite them while it is in use.
+    Arguments, shapes and errors are those of `dma_attention`. The result refers to v (and to k
+    where a class is "none"): do not overwrite them while it is in use.
     """
     check.check_config(config)
     check.check_layout(tensor_layout)
@@ -162,22 +162,65 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: expected None with is_causal=True, got a mask")
     check.check_tensors({"query": query, "key": key, "value": value}, 4, _dims("HND"))
-    check.check_kv(key, value)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"enable_gqa: expected True for {query.shape[1]} query and {key.shape[1]} key heads, "
             "got False"
         )
-    shape = (*query.shape[:3], key.shape[2])
-    mask = check.check_attn_mask(attn_mask, shape, query.device)
-    triton = use_triton(query.device, "auto")
-    valid = None if mask is None else _visible_keys(attn_mask, shape)
-    rows = Rows(key.shape[0], key.shape[2], valid=valid)
-    with device_guard(query.device):
-        kv = prepare(key, value, DMAConfig(), rows, triton)
-    result = _attend(query, kv, is_causal, scale, None, False, None, "auto", mask, is_causal)
+    return masked_attention(query, key, value, attn_mask, top_left_causal=is_causal, scale=scale)
+
+
+def masked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    *,
+    top_left_causal: bool = False,
+    scale: float | None = None,
+    config: DMAConfig = DMAConfig(),  # noqa: B008 - frozen
+    valid: torch.Tensor | None = None,
+    kv_len: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` with any config: the entry for adapters of frameworks.
+
+    Args:
+        q, k, v: (B, H, S, D) as in `dma_attention`; H_q a multiple of H_kv.
+        attn_mask: As in `scaled_dot_product_attention`.
+        top_left_causal: torch's causal rule; not together with a mask.
+        valid: (B, S_kv) bool, `visible_keys(attn_mask, ...)` when the caller has it already.
+        kv_len: int32 (B,) number of keys that hold data, read on the device.
+        out: (B, H_q, S_q, Dv) to write to.
+    """
+    check.check_config(config)
+    check.check_tensors({"query": q, "key": k, "value": v}, 4, _dims("HND"))
+    check.check_kv(k, v)
+    check.check_kv_len(kv_len, k.shape[0], k.shape[2], k.device)
+    shape = (*q.shape[:3], k.shape[2])
+    mask = check.check_attn_mask(attn_mask, shape, q.device)
+    if valid is None and attn_mask is not None:
+        valid = visible_keys(attn_mask, shape)
+    triton = use_triton(q.device, impl)
+    with device_guard(q.device):
+        kv = prepare(k, v, config, Rows(k.shape[0], k.shape[2], length=kv_len, valid=valid), triton)
+    result = _attend(
+        q, kv, top_left_causal, scale, None, False, out, impl, mask, top_left_causal
+    )
     assert isinstance(result, torch.Tensor)
     return result
+
+
+def visible_keys(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
+    """(B, S_kv) bool: keys that some query of some head may see, from an unexpanded attn_mask.
+
+    Args:
+        shape: (B, H_q, S_q, S_kv) that the mask broadcasts to.
+    """
+    visible = mask if mask.dtype == torch.bool else mask > mask_floor(mask.dtype)
+    visible = visible.reshape((1,) * (4 - visible.dim()) + tuple(visible.shape))
+    return visible.any(2).any(1).broadcast_to(shape[0], shape[3])
 
 
 def dma_attention_varlen(
@@ -330,13 +373,6 @@ def _options(
         return_lse=return_lse,
         longest_q=q.shape[2],
     )
-
-
-def _visible_keys(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
-    """(B, S_kv) bool: keys that some query of some head may see, from the unexpanded mask."""
-    visible = mask if mask.dtype == torch.bool else mask > mask_floor(mask.dtype)
-    visible = visible.reshape((1,) * (4 - visible.dim()) + tuple(visible.shape))
-    return visible.any(2).any(1).broadcast_to(shape[0], shape[3])
 
 
 def _hnd(x: torch.Tensor, layout: str) -> torch.Tensor:

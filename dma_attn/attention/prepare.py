@@ -6,7 +6,7 @@ import torch
 
 from ..config import DMAConfig
 from ..formats import E4M3_MAX, E4M3_NAN, BlockFormat
-from ..quant.reference import abs_bits, quantize_reference
+from ..quant.reference import abs_bits, divide, quantize_reference
 from ..quant.rows import Rows
 from ..quant.tensor import BlockScaledTensor
 from ..quant.transforms import key_mean, rotate
@@ -78,7 +78,7 @@ def quantise_operand(
     """The copies of Q or K (B, H, S, D) that a call needs; None for an absent class."""
     if high is None and low is None:
         return None, None
-    spans = tuple(operand_span(f, config, query) for f in (high, low))
+    spans = (operand_span(high, config, query), operand_span(low, config, query))
     if triton:
         from ..quant.kernels import launch_quantise
 
@@ -124,7 +124,7 @@ def operand_span(fmt: BlockFormat | None, config: DMAConfig, query: bool) -> str
 def v_fp8_reference(
     v: torch.Tensor, used: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """V (B, H, S, Dv) -> E4M3 codes uint8, fp32 scale per channel (B, H, 1, Dv); NaN, Inf -> NaN."""
+    """V (B, H, S, Dv) -> E4M3 uint8, fp32 scale per channel (B, H, 1, Dv); NaN and Inf -> NaN."""
     x = v.float()
     if used is not None:
         x = torch.where(used[:, None, :, None], x, 0.0)
@@ -133,17 +133,18 @@ def v_fp8_reference(
         amax = abs_bits(finite).amax(-2, keepdim=True).view(torch.float32)
     else:
         amax = finite.new_zeros(*x.shape[:-2], 1, x.shape[-1])
-    scale = amax / E4M3_MAX
+    scale = divide(amax, E4M3_MAX)
     scale = torch.where(scale == 0, 1.0, scale)
     codes = (finite / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(torch.isfinite(x), codes, E4M3_NAN), scale
 
 
 def first_valid(rows: Rows) -> torch.Tensor | None:
-    """int32 (n,) position of each row's first valid key (0 for a row without); None without mask."""
-    if rows.valid is None or rows.longest == 0:
+    """int32 (n,) first valid key of each row, 0 for a row without; None without a mask."""
+    used = rows.in_use()
+    if rows.valid is None or used is None or rows.longest == 0:
         return None
-    return rows.in_use().to(torch.uint8).argmax(-1).to(torch.int32)
+    return used.to(torch.uint8).argmax(-1).to(torch.int32)
 
 
 def _class_format(fmt: BlockFormat, canonical: DMAConfig) -> BlockFormat | None:

@@ -1,17 +1,18 @@
-"""Diagonal-tiled attention in PyTorch, one query tile at a time: readable, any device, O(S * 128).
+"""Diagonal-tiled attention in PyTorch, a query tile at a time: readable, any device, O(S * 128).
 
     for each tile of 128 queries:
         S = scale * (Q_high K_high^T | Q_low K_low^T | ...)   classes by key range
         P = exp(S - max S), rounded as the kernels round it
         O = P V / sum P,  LSE = max S + log sum P + scale * q . mean_k
 
-It computes the same function as the kernels up to the rounding of sums; numbers that a kernel's tile
-order changes (the running maximum against the final one) stay within the bounds of docs/numerics.md.
+It computes the same function as the kernels up to the rounding of sums; what a kernel's tile order
+changes (the running maximum against the final one) stays within the bounds of docs/numerics.md.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -29,11 +30,10 @@ def attend(
 ) -> torch.Tensor | None:
     """Fill out (B, H_q, S_q, Dv) and return the LSE (B, H_q, S_q) float32 if asked for."""
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
-    for b in range(q.shape[0]):
-        row = _row(kv, b)
-        out[b], lse[b] = _attend_row(
-            q[b], row, call, None if call.mask is None else call.mask[b]
-        )
+    with torch.autocast(q.device.type, enabled=False):  # float32 products stay float32
+        for b in range(q.shape[0]):
+            mask = None if call.mask is None else call.mask[b]
+            out[b], lse[b] = _attend_row(q[b], _row(kv, b), call, mask)
     return lse if call.return_lse else None
 
 
@@ -52,10 +52,11 @@ def _attend_row(
     quantised_factor = math.log(2.0) if kv.config.folds_scale else call.scale
     q_high, q_low = (_grouped(x, shape) for x in _quantised_queries(q, kv, call.scale, first))
     k_high, k_low = (None if c is None else c.dequantize()[0] for c in (kv.high, kv.low))
-    raw_q = _grouped(q.float(), shape)
-    raw_k = None if kv.k is None else kv.k[0].float()
+    # Contiguous float32 operands: one order of summation for every memory layout.
+    raw_q = q.float().contiguous().reshape(*shape, *q.shape[1:])
+    raw_k = None if kv.k is None else kv.k[0].float().contiguous()
     shift = None
-    if needs_shift(kv, call.return_lse):
+    if kv.mean is not None and needs_shift(kv, call.return_lse):
         shift = call.scale * (raw_q * kv.mean[0][:, None]).sum(-1)
     v, v_scale = _values(kv, length)
     valid = None if kv.rows.valid is None else kv.rows.valid[0]
@@ -65,20 +66,20 @@ def _attend_row(
     for tile in range(first >> 7, ((first + n_q - 1) >> 7) + 1 if n_q else first >> 7):
         q_lo, q_hi = max(tile * TILE, first), min((tile + 1) * TILE, first + n_q)
         bounds = key_ranges(
-            q_lo, q_hi, start, length, call.window, config.diag, config.sink, call.causal
+            q_lo, q_hi, start, length, call.window, int(config.diag), config.sink, call.causal
         )
         lo, hi = bounds[0], bounds[-1]
         if lo >= hi:
             continue
         i = slice(q_lo - first, q_hi - first)
         pieces = []
-        for n, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for n, (begin, end) in enumerate(pairwise(bounds)):
             high = n in (0, 2)
             xq, xk = (q_high, k_high) if high else (q_low, k_low)
             factor = quantised_factor
             if (config.high if high else config.low) == "none":
                 xq, xk, factor = raw_q, raw_k, call.scale
-            if begin == end:
+            if begin == end or xq is None or xk is None:
                 continue
             scores = xq[:, :, i] @ xk[:, None, begin:end].transpose(-1, -2) * factor
             if shift is not None and xq is raw_q:
@@ -91,7 +92,8 @@ def _attend_row(
         row_max = torch.where(row_max == -math.inf, 0.0, row_max)
         p = torch.exp(scores - row_max)
         row_sum = p.sum(-1, keepdim=True)
-        weighted = _round_p(p, kv, v.dtype) @ v[:, None, lo:hi].float()
+        seen = max(lo, q_lo - call.window + 1) if call.window else lo
+        weighted = _round_p(p[..., seen - lo :], kv, v.dtype) @ v[:, None, seen:hi].float().contiguous()
         out[:, :, i] = weighted * v_scale * torch.where(row_sum == 0, 0.0, 1.0 / row_sum)
         lse[:, :, i] = (row_max + torch.log(row_sum))[..., 0]
     if shift is not None:
@@ -102,7 +104,7 @@ def _attend_row(
 def _quantised_queries(
     q: torch.Tensor, kv: PreparedKV, scale: float, first: int
 ) -> tuple[torch.Tensor | None, ...]:
-    """Q's dequantised copies (H_q, S_q, D); zero rows in front align tiles to absolute positions."""
+    """Q's dequantised copies (H_q, S_q, D); zero rows in front align tiles to positions."""
     pad = first % TILE
     padded = torch.nn.functional.pad(q[None], (0, 0, pad, 0))
     copies = query_copies(padded, kv, Rows(1, padded.shape[2]), scale, triton=False)
@@ -143,7 +145,8 @@ def _apply_masks(
 
 def _values(kv: PreparedKV, length: int) -> tuple[torch.Tensor, torch.Tensor | float]:
     """V with the keys that must not be read zeroed, and what multiplies the weighted sum."""
-    v, factor = kv.v[0], 1.0
+    v = kv.v[0]
+    factor: torch.Tensor | float = 1.0
     if kv.v_scale is not None:
         v = v.view(torch.float8_e4m3fn).float()
         factor = kv.v_scale[0][:, None] / P_FP8_SCALE

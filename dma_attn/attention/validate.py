@@ -54,7 +54,8 @@ def check_kv(k: torch.Tensor, v: torch.Tensor) -> None:
     """k and v (B, H_kv, S_kv, D or Dv) belong together."""
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"v: expected k's batch, heads and length {tuple(k.shape[:3])}, got {tuple(v.shape[:3])}"
+            f"v: expected k's batch, heads and length {tuple(k.shape[:3])}, "
+            f"got {tuple(v.shape[:3])}"
         )
     check_head_dims(k.shape[3], v.shape[3])
 

@@ -45,7 +45,9 @@ def quantize(
     if use_triton(x.device, impl):
         from .kernels import quantize_triton
 
-        return quantize_triton(x, fmt, None, None, False, rule, granularity)[0]
+        copy, _ = quantize_triton(x, (fmt, None), None, False, rule, granularity)
+        assert copy is not None
+        return copy
     return _reference(x.float(), fmt, rule, granularity)
 
 
@@ -72,7 +74,7 @@ def quantize_pair(
     Raises:
         TypeError, ValueError: As for `quantize`; a mean of another dtype or shape.
     """
-    formats = tuple(get_format(name) for name in (high, low))
+    formats = (get_format(high), get_format(low))
     check_choice("scale_rule", scale_rule, SCALE_RULES)
     check_choice("granularity", granularity, GRANULARITIES)
     _check_input(x, formats)
@@ -89,7 +91,7 @@ def quantize_pair(
     if use_triton(x.device, impl):
         from .kernels import quantize_triton
 
-        return quantize_triton(x, *formats, mean, rotate, scale_rule, granularity)
+        return quantize_triton(x, formats, mean, rotate, scale_rule, granularity)
     y = x.float()
     if mean is not None:
         y = y - mean

@@ -2,7 +2,7 @@
 
 They work on a register tile of T tokens x BLOCK_D channels, viewed as (T, N_BLOCKS, BLOCK). All is
 integer or plain fp32 arithmetic with IEEE division, so that the interpreter, every GPU and the
-PyTorch reference agree bit for bit; kernels that call them are launched with enable_fp_fusion=False.
+PyTorch reference agree bit for bit; kernels that call them set enable_fp_fusion=False.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ def _encode_tokens(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.cons
 @triton.jit
 def encode(x, span_amax, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr,
            T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One quantised copy of x (T, BLOCK_D) fp32: the device function of every kernel that quantises.
+    """One quantised copy of x (T, BLOCK_D) fp32: the device function of all quantising kernels.
 
     Args:
         span_amax: Bits of the finite |x| maximum over the head or tensor (SPAN "head").

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device import device_guard
 from ..formats import BlockFormat
 from ..schedule import TILE
 from .jit import abs_bits, bits, encode, encode_fp8, hadamard, scale_kind, sequence
@@ -28,7 +29,7 @@ V_ROWS = 64
 
 @triton.jit
 def _ids(n_blocks, H):
-    """Block of rows, sequence and head of this program; one grid axis, so that no axis overflows."""
+    """Block of rows, sequence and head of this program; one grid axis, so that none overflows."""
     i_block = tl.program_id(0) % n_blocks
     bh = tl.program_id(0) // n_blocks
     return i_block, (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -214,8 +215,8 @@ def _mean_final_kernel(partial_ptr, mean_ptr, cu_ptr, len_ptr, H, S, n_chunks, D
 @triton.jit(do_not_specialize=["n_blocks", "S"])
 def _v_fp8_kernel(v_ptr, v_strides, amax_ptr, data_ptr, scale_ptr, cu_ptr, len_ptr, valid_ptr,
                   valid_strides, n_blocks, H, S, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                  T: tl.constexpr, VARLEN: tl.constexpr, HAS_LEN: tl.constexpr, HAS_VALID: tl.constexpr,
-                  ENCODE: tl.constexpr):
+                  T: tl.constexpr, VARLEN: tl.constexpr, HAS_LEN: tl.constexpr,
+                  HAS_VALID: tl.constexpr, ENCODE: tl.constexpr):
     """Channel maxima of V over the valid keys (ENCODE False), then E4M3 codes (True)."""
     i_block, b, h = _ids(n_blocks, H)
     first, length = sequence(b, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
@@ -266,14 +267,11 @@ def launch_quantise(
         multiplier: Factor applied to x first (scale * log2(e), the authors' order).
         whole: "head" means all of x: one scale.
     """
-    batch, heads, size, head_dim = x.shape
+    _, heads, size, head_dim = x.shape
     if mean is not None:
         mean = mean.expand(-1, -1, size, -1)  # stride 0 along the tokens
     block_d = max(triton.next_power_of_2(head_dim), 32)
-    spans = tuple(
-        s if f is not None and f.scale in ("e4m3", "fp32") else "token"
-        for s, f in zip(spans, (high, low), strict=True)
-    )
+    spans = (_span(high, spans[0]), _span(low, spans[1]))
     tile_rows = TILE if "tile" in spans else max(4096 // block_d, 16)
     n_tiles = rows.n_tiles(size)
     n_spans = rows.n * heads
@@ -413,30 +411,36 @@ def launch_v_fp8(v: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tenso
 
 def quantize_triton(
     x: torch.Tensor,
-    high: BlockFormat,
-    low: BlockFormat | None,
+    formats: tuple[BlockFormat, BlockFormat | None],
     mean: torch.Tensor | None,
     rotate: bool,
     scale_rule: str,
     granularity: str,
 ) -> tuple[BlockScaledTensor | None, BlockScaledTensor | None]:
-    """`quantize_pair` (or `quantize` with low=None) of an x of any rank."""
+    """`quantize_pair` (or `quantize`, with one format) of an x of any rank."""
     x4 = _four_dims(x)
-    formats = [f if f is not None and f.quantised else None for f in (high, low)]
-    spans = [f.resolve_granularity(granularity) if f is not None else "token" for f in formats]
-    copies = launch_quantise(
-        x4,
-        formats[0],
-        formats[1],
-        Rows(x4.shape[0], x4.shape[2]),
-        mean=None if mean is None else _four_dims(mean.broadcast_to(x.shape)),
-        rotate=rotate,
-        scale_rule=scale_rule,
-        spans=tuple("head" if s == "tensor" else s for s in spans),
-        whole=True,
-    )
+    high, low = (f if f is not None and f.quantised else None for f in formats)
+    span = "head" if granularity == "tensor" else granularity
+    with device_guard(x.device):
+        copies = launch_quantise(
+            x4,
+            high,
+            low,
+            Rows(x4.shape[0], x4.shape[2]),
+            mean=None if mean is None else _four_dims(mean.broadcast_to(x.shape)),
+            rotate=rotate,
+            scale_rule=scale_rule,
+            spans=(span, span),
+            whole=True,
+        )
     high_copy, low_copy = (None if c is None else _reshape(c, x.shape) for c in copies)
     return high_copy, low_copy
+
+
+def _span(fmt: BlockFormat | None, span: str) -> str:
+    """The span of a copy's fp32 scale; one that its format lacks means a token."""
+    lacks = fmt is None or ("tensor" if span == "head" else span) not in fmt.granularities
+    return "token" if lacks else span
 
 
 def _four_dims(x: torch.Tensor) -> torch.Tensor:
@@ -447,14 +451,13 @@ def _four_dims(x: torch.Tensor) -> torch.Tensor:
 
 
 def _reshape(copy: BlockScaledTensor, shape: torch.Size) -> BlockScaledTensor:
-    def back(t: torch.Tensor | None) -> torch.Tensor | None:
-        if t is None or t.dim() == 0:
+    def back(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() == 0:
             return t
         return t.reshape(*shape[:-2], *t.shape[-2:] if len(shape) > 1 else t.shape[-1:])
 
-    return BlockScaledTensor(
-        back(copy.data), back(copy.scales), back(copy.global_scale), copy.format, shape
-    )
+    second = None if copy.global_scale is None else back(copy.global_scale)
+    return BlockScaledTensor(back(copy.data), back(copy.scales), second, copy.format, shape)
 
 
 def _allocate(
@@ -479,7 +482,7 @@ def _allocate(
             "head": () if whole else (rows.n, heads, 1, 1),
         }[span]
         row_scale = torch.ones(shape, dtype=torch.float32, device=x.device)
-    if fmt.scale == "fp32":
+    if row_scale is not None and fmt.scale == "fp32":
         return BlockScaledTensor(data, row_scale, None, fmt.name, x.shape)
     scales = torch.empty(
         batch, heads, size, fmt.n_blocks(head_dim), dtype=torch.uint8, device=x.device

@@ -75,6 +75,11 @@ def abs_bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32) & 0x7FFFFFFF
 
 
+def divide(x: torch.Tensor, constant: float) -> torch.Tensor:
+    """IEEE x / constant: on a GPU, PyTorch multiplies by the reciprocal of a Python number."""
+    return x / torch.full_like(x, constant)
+
+
 def round_e2m1(x: torch.Tensor) -> torch.Tensor:
     """float32 -> E2M1 codes 0..15 (uint8): nearest, ties to the even code, saturating; NaN -> 0."""
     a = x.abs()
@@ -95,9 +100,9 @@ def nvfp4_global_scale(x: torch.Tensor, rule: str, granularity: str) -> torch.Te
     """NVFP4's fp32 second level from the finite values of x (..., S, D); 1 for a zero group."""
     amax = _span_amax(torch.where(torch.isfinite(x), x, 0.0), granularity).view(torch.float32)
     if rule == "paper":
-        scale = amax / PAPER_NVFP4_TOKEN_MAX
+        scale = divide(amax, PAPER_NVFP4_TOKEN_MAX)
     else:
-        scale = amax / (E2M1_MAX * NVFP4_SCALE_TARGET[rule])
+        scale = divide(amax, E2M1_MAX * NVFP4_SCALE_TARGET[rule])
     return torch.where(scale == 0, 1.0, scale)
 
 
@@ -124,7 +129,7 @@ def _encode_mx(
     rounded = amax + (1 << (22 - fmt.mantissa_bits)) if rule == "even" else amax
     exponent = (rounded >> 23) - E8M0_BIAS - emax
     if rule == "rceil":
-        mantissa_of_max = torch.tensor(fmt.max).view(torch.int32).item() & 0x7FFFFF
+        mantissa_of_max = int(torch.tensor(fmt.max).view(torch.int32)) & 0x7FFFFF
         exponent = exponent + ((amax & 0x7FFFFF) > mantissa_of_max).int()
     bad = amax >= INF_BITS
     scales = _e8m0(exponent, bad)
@@ -148,13 +153,13 @@ def _encode_nvfp4(
     bad = amax_bits >= INF_BITS
     amax = amax_bits.view(torch.float32)
     if rule == "paper":
-        exact = (amax / global_scale / E2M1_MAX).clamp(min=PAPER_NVFP4_MIN_SCALE)
+        exact = divide(amax / global_scale, E2M1_MAX).clamp(min=PAPER_NVFP4_MIN_SCALE)
         exact = torch.where(bad, float("nan"), exact)
         codes = _encode_elements(blocks / global_scale[..., None] / exact[..., None], fmt, rule)
         return codes, _e4m3_scale(exact, bad, minimum=0.0)
 
     def candidate(target: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scales = _e4m3_scale(amax / target / global_scale, bad, E4M3_MIN_SUBNORMAL)
+        scales = _e4m3_scale(divide(amax, target) / global_scale, bad, E4M3_MIN_SUBNORMAL)
         scale = (decode_scales(scales, fmt) * global_scale)[..., None]
         return _encode_elements(blocks / scale, fmt), scales, scale
 
@@ -173,9 +178,9 @@ def _encode_tokens(
     """Formats with one fp32 scale per token (int8 also per tile): codes (..., D), scales."""
     amax = _span_amax(x, granularity)
     shares = TOKEN_MSE_SHARES if rule == "mse" else TOKEN_MSE_SHARES[:1]
-    best_codes = best_scale = best_error = None
+    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     for share in shares:
-        scale = amax.view(torch.float32) * share / fmt.max
+        scale = divide(amax.view(torch.float32) * share, fmt.max)
         scale = torch.where(scale == 0, 1.0, scale)
         scale = torch.where(amax >= INF_BITS, float("nan"), scale)
         per_row = spread_tiles(scale, x.shape[-2])
@@ -183,14 +188,18 @@ def _encode_tokens(
         if len(shares) == 1:
             return codes, scale
         error = _error(codes, per_row, x, fmt)[..., None]
-        if best_error is None:
-            best_codes, best_scale, best_error = codes, scale, error
+        if best is None:
+            best = (codes, scale, error)
             continue
-        better = error < best_error
-        best_codes = torch.where(better, codes, best_codes)
-        best_scale = torch.where(better, scale, best_scale)
-        best_error = torch.where(better, error, best_error)
-    return best_codes, best_scale
+        better = error < best[2]
+        tried = (codes, scale, error)
+        best = (
+            torch.where(better, tried[0], best[0]),
+            torch.where(better, tried[1], best[1]),
+            torch.where(better, tried[2], best[2]),
+        )
+    assert best is not None
+    return best[0], best[1]
 
 
 def _error(

@@ -48,7 +48,7 @@ def key_mean(k: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor
     Returns:
         (B, H, 1, D) float32; 0 where no value counts.
     """
-    x = k.float()
+    x = k.float().contiguous()  # one order of summation for every memory layout
     count = torch.isfinite(x)
     if valid is not None:
         count &= valid[:, None, :, None]

@@ -1,15 +1,15 @@
 """The portable attention kernel: any GPU from sm_80 on, and the interpreter.
 
-    O = softmax(scale * (Q_class K_class^T) + mask) V    over the key ranges of `schedule.key_ranges`
+    O = softmax(scale * (Q_class K_class^T) + mask) V    over the ranges of `schedule.key_ranges`
 
              sink     low            diagonal   low
-    keys  |  high  |  low  low  low |  high  |  low  low |     one program = BLOCK_M queries of one
-                                                               head; two loops over keys: the high
-                                                               ranges, then the low ones
+    keys  |  high  |  low  low  low |  high  |  low  low |
+
+One program = BLOCK_M queries of one head; two loops over keys: the high ranges, then the low ones.
 
 Operands: quantised Q and K as (codes, block scales, fp32 row scales), upcast to bf16 in registers;
-raw Q and K (16- or 32-bit, any strides) where a class is "none"; V raw or E4M3; fp32 softmax. Online
-softmax in base 2. A row whose keys are all hidden gives 0 and LSE -inf. Device needs: 16-bit tensor
+raw Q and K (16- or 32-bit, any strides) where a class is "none"; V raw or E4M3. Online softmax in
+fp32 and base 2. A row whose keys are all hidden gives 0 and LSE -inf. Device needs: 16-bit tensor
 cores; FP8 is decoded by integer arithmetic, so sm_80 runs every format.
 """
 
@@ -59,7 +59,8 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def _attend_ranges(acc, row_max, row_sum, queries, q_operand, k_operand, q_scale, shift, pos_m,
-                   mask_m, lo, gap_lo, gap_hi, hi, common, keys, values, masks, kv_len, window, D: tl.constexpr, DV: tl.constexpr,
+                   mask_m, lo, gap_lo, gap_hi, hi, common, seen, keys, values, masks, window,
+                   D: tl.constexpr, DV: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, SPANS: tl.constexpr,
                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_VALID: tl.constexpr,
@@ -70,6 +71,7 @@ def _attend_ranges(acc, row_max, row_sum, queries, q_operand, k_operand, q_scale
     k_base, k_strides, k_row0, k_tile0, k_span = keys
     v_base, v_strides = values
     valid_ptr, valid_row, valid_stride, mask_ptr, mask_rows, mask_stride = masks
+    seen_lo, seen_hi = seen
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     if FORMAT == "none":
@@ -83,7 +85,7 @@ def _attend_ranges(acc, row_max, row_sum, queries, q_operand, k_operand, q_scale
     for i in range(0, n_key_blocks(lo, gap_lo, gap_hi, hi, BLOCK_N)):
         start_n = key_block(i, lo, gap_lo, gap_hi, BLOCK_N)
         pos_n = start_n + tl.arange(0, BLOCK_N)
-        mask_n = pos_n < kv_len
+        mask_n = (pos_n >= seen_lo) & (pos_n < seen_hi)
         if HAS_VALID:
             at = valid_row + pos_n.to(tl.int64) * valid_stride
             seen = tl.load(valid_ptr + at, mask=mask_n, other=0)
@@ -105,7 +107,7 @@ def _attend_ranges(acc, row_max, row_sum, queries, q_operand, k_operand, q_scale
         # Hidden keys
         if MASK != "none":
             at = mask_rows[:, None] + pos_n.to(tl.int64)[None, :] * mask_stride
-            bias = tl.load(mask_ptr + at, mask=mask_m[:, None] & (pos_n < kv_len)[None, :], other=0)
+            bias = tl.load(mask_ptr + at, mask=mask_m[:, None] & mask_n[None, :], other=0)
             if MASK == "bool":
                 scores = tl.where(bias != 0, scores, float("-inf"))
             else:
@@ -135,7 +137,8 @@ def _attend_ranges(acc, row_max, row_sum, queries, q_operand, k_operand, q_scale
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["n_blocks", "S_Q", "S_KV", "q_tiles", "k_tiles", "window", "diag", "sink"])
+@triton.jit(do_not_specialize=["n_blocks", "S_Q", "S_KV", "q_tiles", "k_tiles", "window", "diag",
+                               "sink"])
 def _portable_kernel(q_ptr, q_strides, k_ptr, k_strides, v_ptr, v_strides, out_ptr, out_strides,
                      lse_ptr, q_high, q_low, k_high, k_low, v_scale_ptr, mean_ptr, mask_ptr,
                      mask_strides, valid_ptr, valid_strides, cu_q_ptr, cu_k_ptr, len_ptr,
@@ -171,6 +174,8 @@ def _portable_kernel(q_ptr, q_strides, k_ptr, k_strides, v_ptr, v_strides, out_p
     lo, sink_end, diag_lo, diag_hi, hi = key_ranges(q_lo, q_hi, start, kv_len, window, diag, sink,
                                                     CAUSAL)
     common = common_keys(q_lo, q_hi, kv_len, window, CAUSAL)
+    # Keys that some row of the block sees: others are not read, whatever they hold
+    seen = (q_lo - window + 1 if WINDOW else 0, tl.minimum(kv_len, q_hi) if CAUSAL else kv_len)
     pos_m = pos_0 + tl.arange(0, BLOCK_M)
     i_q = (pos_m - offset).to(tl.int64)
     mask_m = (pos_m >= q_lo) & (pos_m < q_hi)
@@ -217,13 +222,13 @@ def _portable_kernel(q_ptr, q_strides, k_ptr, k_strides, v_ptr, v_strides, out_p
         acc, row_max, row_sum = _attend_ranges(
             acc, row_max, row_sum, queries, q_high, k_high,
             scale if HIGH == "none" else quantised_scale, shift, pos_m, mask_m, lo, sink_end,
-            diag_lo, diag_hi, common, keys, values, masks, kv_len, window, D, DV, BLOCK_D,
+            diag_lo, diag_hi, common, seen, keys, values, masks, window, D, DV, BLOCK_D,
             BLOCK_DV, BLOCK_M, BLOCK_N, HIGH, HIGH_SPANS, CAUSAL, WINDOW, HAS_VALID, MASK,
             MASK_FLOOR, SHIFT, FP8_V, UPCAST)
     acc, row_max, row_sum = _attend_ranges(
         acc, row_max, row_sum, queries, q_low, k_low,
         scale if LOW == "none" else quantised_scale, shift, pos_m, mask_m, sink_end, diag_lo,
-        diag_hi, hi, common, keys, values, masks, kv_len, window, D, DV, BLOCK_D, BLOCK_DV,
+        diag_hi, hi, common, seen, keys, values, masks, window, D, DV, BLOCK_D, BLOCK_DV,
         BLOCK_M, BLOCK_N, LOW, LOW_SPANS, CAUSAL, WINDOW, HAS_VALID, MASK, MASK_FLOOR, SHIFT,
         FP8_V, UPCAST)
     # Store
@@ -251,7 +256,7 @@ def launch(
     if out.numel() == 0:
         return
     config = kv.config.canonical()
-    batch, kv_heads, n_kv, head_dim, value_dim = kv.shape
+    _, kv_heads, n_kv, head_dim, value_dim = kv.shape
     heads, n_q = q.shape[1:3]
     n, longest = kv.rows.n, call.longest_q
     offset = None

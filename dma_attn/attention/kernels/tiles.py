@@ -1,8 +1,8 @@
 """The tile vocabulary of the attention kernels: load and decode a tile, round P, map the key loop.
 
-A quantised operand is a tuple (codes, block scales, fp32 row scales); rows are indices into its
-(B * H * S) rows. `load_tile` returns the elements times their block scales, exact in bf16 (at most 6
-significant bits); a row's fp32 scale is applied to the scores.
+A quantised operand is a tuple (codes, block scales, fp32 row scales) of B * H * S rows. `load_tile`
+returns the elements times their block scales, exact in bf16 (at most 7 significant bits); a row's
+fp32 scale is applied to the scores.
 """
 
 from __future__ import annotations

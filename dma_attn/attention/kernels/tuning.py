@@ -21,9 +21,9 @@ def portable_tiles(
     """Tile sizes of the portable kernel.
 
     block_m divides the 128-query precision tile; few queries take few rows, down to the 16 that a
-    tensor-core product needs. Wide heads halve the keys of a block, so that the upcast K tile, V and
-    the accumulator stay in registers and in the shared memory that the GPU offers (99 KB on consumer
-    parts, 227 KB on Hopper).
+    tensor-core product needs. Wide heads halve the keys of a block, so that the upcast K tile, V
+    and the accumulator stay in registers and in the shared memory that the GPU offers (99 KB on
+    consumer parts, 227 KB on Hopper).
     """
     widest = max(block_d, block_dv)
     block_m = 16 if n_q <= 16 else 32 if n_q <= 32 else 64

@@ -1,0 +1,1 @@
+"""Quality measurements on a causal language model: one function a file, a dataclass as result."""

@@ -1,0 +1,98 @@
+"""Greedy chat answers, so that native and DMA attention can be read side by side."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import DMAConfig
+from .attention import using_config
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer: its text, token ids, prompt length in tokens and wall time."""
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    seconds: float
+
+
+def shared_prefix(first: Answer, second: Answer) -> int:
+    """How many leading tokens two answers share."""
+    for i, (a, b) in enumerate(zip(first.tokens, second.tokens, strict=False)):
+        if a != b:
+            return i
+    return min(len(first.tokens), len(second.tokens))
+
+
+@torch.no_grad()
+def generate_answer(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    config: DMAConfig | None = None,
+    max_new_tokens: int = 64,
+) -> Answer:
+    """The model's greedy answer to one user message; with `config` by DMA attention.
+
+    Uses the tokenizer's chat template; without one the prompt is continued as plain text.
+
+    Raises:
+        ValueError: an empty prompt, `max_new_tokens` < 1, or more tokens than the model has
+            positions for.
+    """
+    if not prompt.strip():
+        raise ValueError("prompt: expected some text, got an empty string")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+    ids = _prompt_ids(tokenizer, prompt)
+    n_prompt = ids.shape[1]
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit and n_prompt + max_new_tokens > limit:
+        raise ValueError(
+            f"prompt: expected at most {limit} tokens with the answer, the model's positions, "
+            f"got {n_prompt} + {max_new_tokens}"
+        )
+    ids = ids.to(model.device)
+    start = time.perf_counter()
+    with using_config(model, config):
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=_pad_token(model, tokenizer),
+        )
+    new = out[0, n_prompt:]
+    text = tokenizer.decode(
+        new, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    ).strip()
+    return Answer(text, tuple(new.tolist()), n_prompt, time.perf_counter() - start)
+
+
+def _prompt_ids(tokenizer: Any, prompt: str) -> torch.Tensor:
+    """Token ids of the prompt, int64 (1, n)."""
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    else:
+        ids = tokenizer(prompt, verbose=False).input_ids
+    return torch.tensor([ids], dtype=torch.int64)
+
+
+def _pad_token(model: Any, tokenizer: Any) -> int:
+    """A pad id for `generate`, which asks for one even when nothing is padded."""
+    eos = model.generation_config.eos_token_id
+    first_eos = eos[0] if isinstance(eos, list) else eos
+    for token in (model.generation_config.pad_token_id, tokenizer.pad_token_id, first_eos):
+        if token is not None:
+            return int(token)
+    return 0

@@ -1,0 +1,1 @@
+"""From measured results to JSON, figures and one HTML file."""

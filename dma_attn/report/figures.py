@@ -1,0 +1,182 @@
+"""The report's figures as PNG bytes: perplexity bars, error by layer, and the precision map.
+
+Drawn on matplotlib figures of their own (no pyplot, no display), small enough that the text stays
+readable at the width of a phone.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator
+
+from ..config import DMAConfig
+from ..evaluation.layer_error import AttentionMap, LayerError
+from ..schedule import TILE, is_high
+
+# Okabe and Ito's palette: told apart by colour-blind readers and in grey print.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_DIAGONAL, _SINK, _LOW = "#0072B2", "#E69F00", "#7A7A7A"
+_WIDTH = 6.0
+
+
+def perplexity_bars(
+    changes: Mapping[str, tuple[float, float | None]], values: Mapping[str, float], native: str
+) -> bytes:
+    """Change of perplexity against native, in percent, one bar a configuration.
+
+    Args:
+        changes: Label to (change in percent, its standard error or None), native left out.
+        values: Label to perplexity, native too.
+    """
+    labels = list(changes)
+    widths = [changes[label][0] for label in labels]
+    errors = [changes[label][1] or 0.0 for label in labels]
+    figure, axes = _figure(0.42 * len(labels) + 1.5)
+    rows = np.arange(len(labels))
+    drawn = [width if math.isfinite(width) else 0.0 for width in widths]
+    axes.barh(
+        rows,
+        drawn,
+        xerr=[error if math.isfinite(error) else 0.0 for error in errors],
+        color=[_COLOURS[0] if label == "default" else "#9DB4C0" for label in labels],
+        error_kw={"elinewidth": 1.2, "capsize": 3, "ecolor": "#333333"},
+        height=0.62,
+    )
+    ends = [max(width, 0) + error for width, error in zip(drawn, errors, strict=True)]
+    span = max([*ends, 0.1]) - min([*drawn, 0.0])
+    for row, label, end in zip(rows, labels, ends, strict=True):
+        text = f"{values[label]:.3f}  ({widths[row]:+.2f}%)"
+        axes.text(end + 0.02 * span, row, text, va="center", fontsize=9)
+    axes.set_xlim(min([*drawn, 0.0]) * 1.15 - 0.01 * span, max([*ends, 0.1]) + 0.42 * span)
+    axes.set_yticks(rows, labels)
+    axes.invert_yaxis()
+    axes.axvline(0, color="#333333", linewidth=1)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(
+        f"change of perplexity against native ({values[native]:.3f}), %; lower is better"
+    )
+    _declutter(axes)
+    return _png(figure)
+
+
+def layer_error_lines(layers: Mapping[str, Sequence[LayerError]]) -> bytes:
+    """Relative L2 error of the attention output by layer, one line a configuration."""
+    figure, axes = _figure(3.9)
+    for index, (label, rows) in enumerate(layers.items()):
+        axes.plot(
+            [row.layer for row in rows],
+            [row.rel_l2 for row in rows],
+            label=label,
+            color=_COLOURS[index % len(_COLOURS)],
+            marker=_MARKERS[index % len(_MARKERS)],
+            markersize=3.5,
+            linewidth=2.4 if label == "default" else 1.2,
+        )
+    if any(row.rel_l2 > 0 for rows in layers.values() for row in rows):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
+        axes.yaxis.set_minor_formatter(_percent)
+    axes.yaxis.set_major_formatter(_percent)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("layer")
+    axes.set_ylabel("relative L2 error of the output")
+    axes.grid(True, which="both", color="#E4E4E4", linewidth=0.7)
+    axes.legend(fontsize=9, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    _declutter(axes)
+    return _png(figure)
+
+
+def precision_map(attention: AttentionMap, config: DMAConfig) -> bytes:
+    """Which tiles are high precision, drawn over the attention weights of a real head."""
+    figure, axes = _figure(6.0)
+    weights, size = attention.weights.numpy(), attention.tokens
+    extent = weights.shape[0] * attention.cell
+    floor = max(float(np.quantile(weights[weights > 0], 0.02)), 1e-9)
+    axes.imshow(
+        np.maximum(weights, floor),
+        norm=LogNorm(floor, max(float(weights.max()), 2 * floor)),
+        cmap="Greys",
+        extent=(0, extent, extent, 0),
+        interpolation="nearest",
+    )
+    styles: dict[str, dict[str, Any]] = {
+        "low": {"facecolor": "none", "edgecolor": _LOW, "linewidth": 0.7, "zorder": 2},
+        "diagonal": {
+            "facecolor": (_DIAGONAL, 0.15),
+            "edgecolor": _DIAGONAL,
+            "linewidth": 2.0,
+            "zorder": 3,
+        },
+        "sink": {"facecolor": (_SINK, 0.15), "edgecolor": _SINK, "linewidth": 2.0, "zorder": 3},
+    }
+    for q_tile, k_tile, kind in tile_kinds(size, config):
+        corner = (k_tile * TILE, q_tile * TILE)
+        axes.add_patch(Rectangle(corner, TILE, TILE, clip_on=True, **styles[kind]))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MultipleLocator(TILE * max(1, -(-size // TILE) // 8)))
+    axes.set_xlim(0, size)
+    axes.set_ylim(size, 0)
+    axes.set_xlabel("key position")
+    axes.set_ylabel("query position")
+    formats = {"diagonal": config.high, "sink": config.high, "low": config.low}
+    handles = [
+        Patch(**{**style, "label": f"{kind}: {formats[kind]}"}) for kind, style in styles.items()
+    ]
+    axes.legend(handles=handles, fontsize=10, loc="upper right", framealpha=1)
+    return _png(figure)
+
+
+def tile_kinds(tokens: int, config: DMAConfig) -> list[tuple[int, int, str]]:
+    """(query tile, key tile, "diagonal" | "sink" | "low") of every causally visible tile."""
+    tiles = -(-tokens // TILE)
+    diag = TILE * tiles if config.diag == "full" else int(config.diag)
+    kinds = []
+    for q_tile in range(tiles):
+        for k_tile in range(q_tile + 1):
+            kind = "low"
+            if is_high(q_tile, k_tile, 0, diag, 0):
+                kind = "diagonal"
+            elif is_high(q_tile, k_tile, 0, diag, config.sink):
+                kind = "sink"
+            kinds.append((q_tile, k_tile, kind))
+    return kinds
+
+
+def high_shares(attention: AttentionMap, config: DMAConfig) -> tuple[float, float]:
+    """Share of the visible tiles that are high, and of the head's attention weight in them."""
+    kinds = tile_kinds(attention.tokens, config)
+    high = {(q_tile, k_tile) for q_tile, k_tile, kind in kinds if kind != "low"}
+    tile_of = [row * attention.cell // TILE for row in range(attention.weights.shape[0])]
+    mask = np.array([[(q, k) in high for k in tile_of] for q in tile_of])
+    weights = attention.weights.numpy()
+    return len(high) / len(kinds), float((weights * mask).sum() / weights.sum())
+
+
+def _figure(height: float) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
+    return figure, figure.subplots()
+
+
+@FuncFormatter
+def _percent(value: float, _position: int) -> str:
+    return f"{100 * value:g}%"
+
+
+def _declutter(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", facecolor="white")
+    return buffer.getvalue()

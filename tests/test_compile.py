@@ -1,0 +1,80 @@
+"""Every kernel compiles for sm_80, sm_90, sm_100 and sm_120 on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from dma_attn import DMAConfig, dma_attention, dma_attention_varlen, quantize_pair
+
+pytest.importorskip("triton")
+
+from tests.compiling import SHARED_MEMORY, compile_only, device_tensor
+
+TARGETS = (80, 90, 100, 120)
+
+
+def check(kernels, capability):
+    assert kernels
+    for kernel in kernels:
+        assert kernel.metadata.shared <= SHARED_MEMORY[capability], kernel.metadata.name
+        assert f".target sm_{capability}" in kernel.asm["ptx"]
+    return {kernel.metadata.name: kernel.asm["ptx"] for kernel in kernels}
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_default_call_compiles_everywhere(capability):
+    q, k = device_tensor(1, 4, 300, 128), device_tensor(1, 2, 300, 128)
+    with compile_only(capability) as kernels:
+        dma_attention(q, k, k, is_causal=True, return_lse=True, impl="triton")
+    ptx = check(kernels, capability)
+    assert set(ptx) == {
+        "_mean_partial_kernel",
+        "_mean_final_kernel",
+        "_quantise_kernel",
+        "_portable_kernel",
+    }
+    product = r"wgmma\.mma_async\S*\.bf16" if capability == 90 else r"mma\S*(bf16|f16)"
+    assert re.search(product, ptx["_portable_kernel"])
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_quantiser_contracts_and_approximates_nothing(capability):
+    """Bit rules: IEEE division only, no fused multiply-add, no approximate exponent."""
+    with compile_only(capability) as kernels:
+        quantize_pair(device_tensor(1, 2, 300, 64), "mxfp8", "nvfp4", rotate=True, impl="triton")
+        quantize_pair(device_tensor(1, 2, 300, 80), "int8", "int4", impl="triton")
+    for ptx in check(kernels, capability).values():
+        assert "div.rn.f32" in ptx
+        assert not re.search(r"\b(fma|div\.(full|approx)|ex2|rcp)\b", ptx)
+
+
+@pytest.mark.parametrize("capability", (80, 120))
+def test_wide_heads_fit_the_shared_memory(capability):
+    """Case 114: D = 256 on a part with 99 KB of shared memory takes smaller tiles."""
+    q = device_tensor(1, 2, 300, 256, dtype=torch.float32)
+    with compile_only(capability) as kernels:
+        dma_attention(q, q, q, config=DMAConfig.preset("nvfp4"), impl="triton")
+    check(kernels, capability)
+
+
+def test_packed_sequences_and_fp8_values_compile():
+    q = device_tensor(300, 2, 64, dtype=torch.float16)
+    cu = torch.tensor([0, 100, 300], dtype=torch.int32)
+    config = DMAConfig.parse("hopper,high=none,sink=128")
+    with compile_only(90) as kernels:
+        dma_attention_varlen(q, q, q, cu, cu, 200, 200, config=config, impl="triton")
+    assert "_v_fp8_kernel" in check(kernels, 90)
+
+
+def test_a_new_length_never_recompiles():
+    """Sequence lengths are run-time values: the compiled signature does not depend on them."""
+    seen = []
+    for n in (1000, 1024, 1337):
+        q = device_tensor(1, 2, n, 64)
+        with compile_only(90) as kernels:
+            dma_attention(q, q, q, is_causal=True, impl="triton")
+        seen.append([kernel.hash for kernel in kernels])
+    assert seen[0] == seen[1] == seen[2]
