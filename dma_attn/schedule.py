@@ -8,8 +8,8 @@ holds one of the row's first `sink` keys (the attention sink); every other tile 
            | high    |    low      |   high     |   low     |
 
 All functions are flat (`min`, `max`, `>>`, `if`), so that the same bodies run in Python and,
-through `triton.jit`, in the kernels. Positions may be negative (more queries than keys): `>>` floors in
-both. Method: arXiv 2604.03950, section 3.
+through `triton.jit`, in the kernels. Positions may be negative (more queries than keys): `>>`
+floors in both. Method: arXiv 2604.03950, section 3.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ def dma_attention(
     check.check_config(config)
     check.check_layout(tensor_layout)
     check.check_tensors({"q": q, "k": k, "v": v}, 4, _dims(tensor_layout))
+    check.check_heads(_hnd(q, tensor_layout).shape[1], _hnd(k, tensor_layout).shape[1])
     kv = prepare_kv(
         k,
         v,

@@ -28,7 +28,7 @@ def prepare(
     mean = None
     if config.smooth_k and (high or low):
         if triton:
-            from ..quant.kernels import launch_key_mean
+            from ..quant.reductions import launch_key_mean
 
             mean = launch_key_mean(k, rows)
         else:
@@ -37,7 +37,7 @@ def prepare(
     v_scale = None
     if config.pv == "fp8":
         if triton:
-            from ..quant.kernels import launch_v_fp8
+            from ..quant.reductions import launch_v_fp8
 
             v, v_scale = launch_v_fp8(v, rows)
         else:

@@ -93,7 +93,8 @@ def _attend_row(
         p = torch.exp(scores - row_max)
         row_sum = p.sum(-1, keepdim=True)
         seen = max(lo, q_lo - call.window + 1) if call.window else lo
-        weighted = _round_p(p[..., seen - lo :], kv, v.dtype) @ v[:, None, seen:hi].float().contiguous()
+        values = v[:, None, seen:hi].float().contiguous()
+        weighted = _round_p(p[..., seen - lo :], kv, v.dtype) @ values
         out[:, :, i] = weighted * v_scale * torch.where(row_sum == 0, 0.0, 1.0 / row_sum)
         lse[:, :, i] = (row_max + torch.log(row_sum))[..., 0]
     if shift is not None:

@@ -137,8 +137,8 @@ def _attend_ranges(acc, row_max, row_sum, queries, q_operand, k_operand, q_scale
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["n_blocks", "S_Q", "S_KV", "q_tiles", "k_tiles", "window", "diag",
-                               "sink"])
+@triton.jit(do_not_specialize=["n_blocks", "H_Q", "GROUP", "S_Q", "S_KV", "q_tiles", "k_tiles",
+                               "window", "diag", "sink"])
 def _portable_kernel(q_ptr, q_strides, k_ptr, k_strides, v_ptr, v_strides, out_ptr, out_strides,
                      lse_ptr, q_high, q_low, k_high, k_low, v_scale_ptr, mean_ptr, mask_ptr,
                      mask_strides, valid_ptr, valid_strides, cu_q_ptr, cu_k_ptr, len_ptr,
@@ -270,7 +270,8 @@ def launch(
     q_rows = Rows(n, longest, cu=call.cu_q, offset=offset)
     q_high, q_low = query_copies(q, kv, q_rows, call.scale, triton=True)
     block_d = max(triton.next_power_of_2(head_dim), 32)
-    block_dv = max(triton.next_power_of_2(value_dim), 16)
+    # A 16-wide V tile reads out of bounds in Triton 3.6's Hopper product: 32 at least
+    block_dv = max(triton.next_power_of_2(value_dim), 32)
     tiles = portable_tiles(
         longest, block_d, block_dv, q.element_size(), shared_memory_limit(q.device)
     )

@@ -1,0 +1,45 @@
+"""The Triton quantiser on a GPU: bit-equal to the PyTorch specification, there and on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dma_attn import quantize, quantize_pair
+from tests.impls import needs_gpu
+from tests.quant_checks import QUANTISED, assert_bit_equal, check_format, make_input
+
+
+@needs_gpu
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 256])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_kernel_equals_reference(name: str, head_dim: int) -> None:
+    check_format(name, (2, 2, 300, head_dim), torch.float32, "cuda")
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "int8"])
+def test_kernel_equals_reference_16_bit(name: str, dtype: torch.dtype) -> None:
+    check_format(name, (300, 96), dtype, "cuda")
+
+
+@needs_gpu
+@pytest.mark.parametrize("formats", [("mxfp8", "nvfp4"), ("int8", "int4"), ("none", "mxfp4")])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_pair_with_mean_and_rotation(formats: tuple[str, str], head_dim: int) -> None:
+    for kind in ("normal", "heavy", "special"):
+        x = make_input(kind, (2, 3, 500, head_dim), torch.bfloat16, "cuda")[:, :, ::2]
+        mean = torch.randn(2, 3, 1, head_dim, device="cuda")
+        arguments = {"mean": mean, "rotate": True}
+        copies = [quantize_pair(x, *formats, impl=i, **arguments) for i in ("triton", "reference")]
+        for out, ref in zip(*copies, strict=True):
+            assert_bit_equal(out, ref)
+
+
+@needs_gpu
+def test_reference_on_the_gpu_equals_the_cpu() -> None:
+    x = make_input("heavy", (300, 128), torch.float32, "cpu")
+    for name in QUANTISED:
+        on_gpu = quantize(x.cuda(), name, impl="reference")
+        assert_bit_equal(on_gpu.to("cpu"), quantize(x, name, impl="reference"))
