@@ -90,6 +90,12 @@ def rotation_norm(head_dim):
     return 1.0 / math.sqrt(rotation_size(head_dim))
 
 
+@triton.constexpr_function
+def item(values, i):
+    """values[i] of a compile-time tuple, as a compile-time value."""
+    return values[i]
+
+
 @triton.jit
 def abs_bits(x):
     """int32 bits of |x|: ordered like |x|, NaN above Inf above every finite value."""
@@ -97,15 +103,15 @@ def abs_bits(x):
 
 
 @triton.jit
-def sequence(b, cu_ptr, len_ptr, size, VARLEN: tl.constexpr, HAS_LEN: tl.constexpr):
+def sequence(b, cu_ptr, len_ptr, size):
     """First row and length of sequence b: packed (cu_seqlens), per-row lengths, or all of it."""
     first = tl.zeros([], tl.int64)
     length = size
-    if VARLEN:
+    if cu_ptr is not None:
         begin = tl.load(cu_ptr + b)
         length = (tl.load(cu_ptr + b + 1) - begin).to(tl.int32)
         first = begin.to(tl.int64)
-    if HAS_LEN:
+    if len_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(len_ptr + b), 0), size).to(tl.int32)
     return first, length
 

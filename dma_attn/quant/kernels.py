@@ -12,6 +12,9 @@ every GPU that Triton compiles for and under its interpreter; bit-equal to `quan
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +22,42 @@ import triton.language as tl
 from ..device import device_guard
 from ..formats import BlockFormat
 from ..schedule import TILE
-from .jit import abs_bits, bits, encode, hadamard, scale_kind, sequence
+from .jit import abs_bits, bits, block, encode, hadamard, item, scale_kind, sequence
 from .rows import Rows
 from .tensor import BlockScaledTensor
+
+
+class Strided(NamedTuple):
+    """An operand with any strides: (pointer, strides); pointer None where there is none."""
+
+    ptr: torch.Tensor | None
+    strides: tuple[int, ...]
+
+
+class RowArgs(NamedTuple):
+    """`Rows` as kernel arguments; None where there is none."""
+
+    cu: torch.Tensor | None
+    length: torch.Tensor | None
+    valid: Strided
+
+
+class Quantised(NamedTuple):
+    """A quantised copy as kernel arguments; None for what its format lacks."""
+
+    codes: torch.Tensor | None
+    scales: torch.Tensor | None
+    row_scales: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class TileSpec:
+    """Compile-time shape of a tile: T rows, D channels padded to BLOCK_D, rotated or not."""
+
+    T: int
+    D: int
+    BLOCK_D: int
+    ROTATE: bool = False
 
 
 @triton.jit
@@ -33,32 +69,37 @@ def program_ids(n_blocks, H):
 
 
 @triton.jit
-def load_rows(x_ptr, x_strides, mean_ptr, mean_strides, valid_ptr, valid_strides, b, h, first,
-               rows, length, multiplier, D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
-               VARLEN: tl.constexpr, HAS_VALID: tl.constexpr, SMOOTH: tl.constexpr,
-               ROTATE: tl.constexpr, MULTIPLY: tl.constexpr):
+def counted(valid, b, rows, mask_t):
+    """Which of `rows` count: in range (mask_t) and valid."""
+    if valid.ptr is not None:
+        at = b * valid.strides[0] + rows * valid.strides[1]
+        mask_t = mask_t & (tl.load(valid.ptr + at, mask=mask_t, other=0) != 0)
+    return mask_t
+
+
+@triton.jit
+def load_rows(x, mean, row_args, b, h, first, rows, length, multiplier, S: tl.constexpr):
     """T transformed rows in fp32; rows out of range or not valid are zeros."""
+    T: tl.constexpr = S.T
+    D: tl.constexpr = S.D
+    BLOCK_D: tl.constexpr = S.BLOCK_D
     offs_d = tl.arange(0, BLOCK_D)
-    mask_t = (rows >= 0) & (rows < length)
-    batch = b * 0 if VARLEN else b
-    if HAS_VALID:
-        valid = tl.load(valid_ptr + b * valid_strides[0] + rows * valid_strides[1], mask=mask_t,
-                        other=0)
-        mask_t = mask_t & (valid != 0)
+    mask_t = counted(row_args.valid, b, rows, (rows >= 0) & (rows < length))
     mask = mask_t[:, None] & (offs_d < D)[None, :]
-    at = (first + rows)[:, None] * x_strides[2] + offs_d.to(tl.int64)[None, :] * x_strides[3]
-    base = x_ptr + batch * x_strides[0] + h * x_strides[1]
-    x = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
-    if MULTIPLY:
-        x = x * multiplier
-    if SMOOTH:
-        at = rows[:, None] * mean_strides[2] + offs_d.to(tl.int64)[None, :] * mean_strides[3]
-        mean = tl.load(mean_ptr + b * mean_strides[0] + h * mean_strides[1] + at, mask=mask,
-                       other=0.0)
-        x = x - mean
-    if ROTATE:
-        x = hadamard(x, D, T, BLOCK_D)
-    return x
+    offs_d = offs_d.to(tl.int64)[None, :]
+    batch = b if row_args.cu is None else b * 0
+    base = x.ptr + batch * x.strides[0] + h * x.strides[1]
+    at = (first + rows)[:, None] * x.strides[2] + offs_d * x.strides[3]
+    y = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
+    if multiplier is not None:
+        y = y * multiplier
+    if mean.ptr is not None:
+        base = mean.ptr + b * mean.strides[0] + h * mean.strides[1]
+        at = rows[:, None] * mean.strides[2] + offs_d * mean.strides[3]
+        y = y - tl.load(base + at, mask=mask, other=0.0)
+    if S.ROTATE:
+        y = hadamard(y, D, T, BLOCK_D)
+    return y
 
 
 @triton.jit
@@ -68,88 +109,77 @@ def _common(row_scale):
 
 
 @triton.jit
-def _store_copy(x, span_amax, copy, row, tile, mask_t, bh, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                T: tl.constexpr, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr):
-    """Quantise x (T, BLOCK_D) and store codes, block scales and row scales of one copy."""
-    data_ptr, scales_ptr, row_scale_ptr = copy
+def _store_copy(x, span_amax, copy, row, tile, span, mask_t, S: tl.constexpr, C: tl.constexpr):
+    """Quantise x (T, BLOCK_D) as C = (format, rule, span) says; store codes and scales."""
+    T: tl.constexpr = S.T
+    D: tl.constexpr = S.D
+    BLOCK_D: tl.constexpr = S.BLOCK_D
+    FORMAT: tl.constexpr = item(C, 0)
+    RULE: tl.constexpr = item(C, 1)
+    SPAN: tl.constexpr = item(C, 2)
     codes, scales, row_scale = encode(x, span_amax, FORMAT, RULE, SPAN, T, BLOCK_D)
     if bits(FORMAT) == 4:
         low, high = tl.split(codes.reshape(T, BLOCK_D // 2, 2))
         codes = low | (high << 4)
     N_BYTES: tl.constexpr = D * bits(FORMAT) // 8
     offs = tl.arange(0, BLOCK_D * bits(FORMAT) // 8)
-    tl.store(data_ptr + row[:, None] * N_BYTES + offs[None, :], codes.to(tl.uint8),
+    tl.store(copy.codes + row[:, None] * N_BYTES + offs[None, :], codes.to(tl.uint8),
              mask=mask_t[:, None] & (offs < N_BYTES)[None, :])
     if scale_kind(FORMAT) != "fp32":
-        BLOCK: tl.constexpr = 32 if scale_kind(FORMAT) == "e8m0" else 16
+        BLOCK: tl.constexpr = block(FORMAT, BLOCK_D)
         N: tl.constexpr = (D + BLOCK - 1) // BLOCK
         offs_n = tl.arange(0, BLOCK_D // BLOCK)
-        tl.store(scales_ptr + row[:, None] * N + offs_n[None, :], scales.to(tl.uint8),
+        tl.store(copy.scales + row[:, None] * N + offs_n[None, :], scales.to(tl.uint8),
                  mask=mask_t[:, None] & (offs_n < N)[None, :])
     if scale_kind(FORMAT) != "e8m0":
         if SPAN == "token":
-            tl.store(row_scale_ptr + row, row_scale, mask=mask_t)
+            tl.store(copy.row_scales + row, row_scale, mask=mask_t)
         elif SPAN == "tile":
-            tl.store(row_scale_ptr + tile, _common(row_scale))
+            tl.store(copy.row_scales + tile, _common(row_scale))
         else:
-            tl.store(row_scale_ptr + bh, _common(row_scale))
+            tl.store(copy.row_scales + span, _common(row_scale))
 
 
 @triton.jit(do_not_specialize=["n_blocks", "H", "S", "n_tiles", "amax_stride"])
-def _quantise_kernel(x_ptr, x_strides, mean_ptr, mean_strides, high, low, amax_ptr, amax_stride,
-                     cu_ptr, len_ptr, valid_ptr, valid_strides, offset_ptr, n_blocks, H, S,
-                     n_tiles, multiplier, D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
-                     HIGH: tl.constexpr, HIGH_RULE: tl.constexpr, HIGH_SPAN: tl.constexpr,
-                     LOW: tl.constexpr, LOW_RULE: tl.constexpr, LOW_SPAN: tl.constexpr,
-                     VARLEN: tl.constexpr, HAS_LEN: tl.constexpr, HAS_VALID: tl.constexpr,
-                     HAS_OFFSET: tl.constexpr, SMOOTH: tl.constexpr, ROTATE: tl.constexpr,
-                     MULTIPLY: tl.constexpr):
+def _quantise_kernel(x, mean, high, low, amax_ptr, amax_stride, row_args, offset_ptr, n_blocks, H,
+                     S, n_tiles, multiplier, SPEC: tl.constexpr, HIGH: tl.constexpr,
+                     LOW: tl.constexpr):
     i_block, b, h = program_ids(n_blocks, H)
-    first, length = sequence(b, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
-    begin = i_block.to(tl.int64) * T
-    if HAS_OFFSET:
-        begin -= tl.load(offset_ptr + b) & (T - 1)
-    rows = begin + tl.arange(0, T)
+    first, length = sequence(b, row_args.cu, row_args.length, S)
+    begin = i_block.to(tl.int64) * SPEC.T
+    if offset_ptr is not None:
+        begin -= tl.load(offset_ptr + b) & (SPEC.T - 1)
     if begin >= length:
         return
-    x = load_rows(x_ptr, x_strides, mean_ptr, mean_strides, valid_ptr, valid_strides, b, h, first,
-                   rows, length, multiplier, D, BLOCK_D, T, VARLEN, HAS_VALID, SMOOTH, ROTATE,
-                   MULTIPLY)
+    rows = begin + tl.arange(0, SPEC.T)
+    y = load_rows(x, mean, row_args, b, h, first, rows, length, multiplier, SPEC)
     mask_t = (rows >= 0) & (rows < length)
-    if VARLEN:
-        bh = h
+    # Where the copies lie: (B, H, S, ...), packed sequences (1, H, total, ...)
+    if row_args.cu is not None:
+        plane = h
         tile = h * n_tiles + (first >> 7) + 2 * b + i_block
-        span = b * H + h
     else:
-        bh = b * H + h
-        tile = bh * n_tiles + i_block
-        span = bh
-    row = bh * S + first + rows
+        plane = b * H + h
+        tile = plane * n_tiles + i_block
+    row = plane * S + first + rows
+    span = (b * H + h) * amax_stride
     amax = 0
-    if HIGH_SPAN == "head" or LOW_SPAN == "head":
-        amax = tl.load(amax_ptr + span * amax_stride)
-    if HIGH != "none":
-        _store_copy(x, amax, high, row, tile, mask_t, span * amax_stride, D, BLOCK_D, T, HIGH,
-                    HIGH_RULE, HIGH_SPAN)
-    if LOW != "none":
-        _store_copy(x, amax, low, row, tile, mask_t, span * amax_stride, D, BLOCK_D, T, LOW,
-                    LOW_RULE, LOW_SPAN)
+    if amax_ptr is not None:
+        amax = tl.load(amax_ptr + span)
+    if HIGH is not None:
+        _store_copy(y, amax, high, row, tile, span, mask_t, SPEC, HIGH)
+    if LOW is not None:
+        _store_copy(y, amax, low, row, tile, span, mask_t, SPEC, LOW)
 
 
 @triton.jit(do_not_specialize=["n_blocks", "H", "S", "amax_stride"])
-def _span_amax_kernel(x_ptr, x_strides, mean_ptr, mean_strides, amax_ptr, amax_stride, cu_ptr,
-                      len_ptr, valid_ptr, valid_strides, n_blocks, H, S, multiplier,
-                      D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr, VARLEN: tl.constexpr,
-                      HAS_LEN: tl.constexpr, HAS_VALID: tl.constexpr, SMOOTH: tl.constexpr,
-                      ROTATE: tl.constexpr, MULTIPLY: tl.constexpr):
+def _span_amax_kernel(x, mean, amax_ptr, amax_stride, row_args, n_blocks, H, S, multiplier,
+                      SPEC: tl.constexpr):
     """Bits of the largest finite transformed |x| of a head: integer maxima commute, so exact."""
     i_block, b, h = program_ids(n_blocks, H)
-    first, length = sequence(b, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
-    rows = i_block.to(tl.int64) * T + tl.arange(0, T)
-    x = load_rows(x_ptr, x_strides, mean_ptr, mean_strides, valid_ptr, valid_strides, b, h, first,
-                   rows, length, multiplier, D, BLOCK_D, T, VARLEN, HAS_VALID, SMOOTH, ROTATE,
-                   MULTIPLY)
-    raw = abs_bits(x)
+    first, length = sequence(b, row_args.cu, row_args.length, S)
+    rows = i_block.to(tl.int64) * SPEC.T + tl.arange(0, SPEC.T)
+    raw = abs_bits(load_rows(x, mean, row_args, b, h, first, rows, length, multiplier, SPEC))
     raw = tl.where(raw < 0x7F800000, raw, 0)
     tl.atomic_max(amax_ptr + (b * H + h) * amax_stride, tl.max(tl.max(raw, 1), 0))
 
@@ -190,49 +220,33 @@ def launch_quantise(
     if x.numel() == 0 or rows.longest == 0:
         return copies[0], copies[1]
     shared = {
-        "x_ptr": x,
-        "x_strides": x.stride(),
-        "mean_ptr": mean if mean is not None else x,
-        "mean_strides": mean.stride() if mean is not None else (0, 0, 0, 0),
-        "amax_ptr": None,
+        "x": Strided(x, x.stride()),
+        "mean": strided(mean, 4),
         "amax_stride": 0 if whole else 1,
-        "cu_ptr": rows.cu,
-        "len_ptr": rows.length,
-        "valid_ptr": rows.valid,
-        "valid_strides": rows.valid.stride() if rows.valid is not None else (0, 0),
+        "row_args": row_arguments(rows),
         "H": heads,
         "S": size,
-        "multiplier": multiplier if multiplier is not None else 1.0,
-        "D": head_dim,
-        "BLOCK_D": block_d,
-        "T": tile_rows,
-        "SMOOTH": mean is not None,
-        "ROTATE": rotate,
-        "MULTIPLY": multiplier is not None,
-        **rows.flags,
+        "multiplier": multiplier,
+        "SPEC": TileSpec(tile_rows, head_dim, block_d, rotate),
+        "num_warps": 8 if tile_rows * block_d > 8192 else 4,
+        "enable_fp_fusion": False,
     }
-    options = {"num_warps": 8 if tile_rows * block_d > 8192 else 4, "enable_fp_fusion": False}
     blocks = triton.cdiv(rows.longest, tile_rows)
+    amax = None
     if "head" in spans:
-        shared["amax_ptr"] = torch.zeros(n_spans, dtype=torch.int32, device=x.device)
-        _span_amax_kernel[(blocks * n_spans,)](**shared, n_blocks=blocks, **options)
-    rules = [f.resolve_rule(scale_rule) if f is not None else "" for f in (high, low)]
+        amax = torch.zeros(n_spans, dtype=torch.int32, device=x.device)
+        _span_amax_kernel[(blocks * n_spans,)](amax_ptr=amax, n_blocks=blocks, **shared)
     blocks += rows.offset is not None
     _quantise_kernel[(blocks * n_spans,)](
-        **shared,
-        n_blocks=blocks,
-        high=pointers(copies[0]),
-        low=pointers(copies[1]),
+        high=quantised(copies[0]),
+        low=quantised(copies[1]),
+        amax_ptr=amax,
         offset_ptr=rows.offset,
+        n_blocks=blocks,
         n_tiles=n_tiles,
-        HIGH=high.name if high is not None else "none",
-        HIGH_RULE=rules[0],
-        HIGH_SPAN=spans[0],
-        LOW=low.name if low is not None else "none",
-        LOW_RULE=rules[1],
-        LOW_SPAN=spans[1],
-        HAS_OFFSET=rows.offset is not None,
-        **options,
+        HIGH=None if high is None else (high.name, high.resolve_rule(scale_rule), spans[0]),
+        LOW=None if low is None else (low.name, low.resolve_rule(scale_rule), spans[1]),
+        **shared,
     )
     return copies[0], copies[1]
 
@@ -318,11 +332,20 @@ def _allocate(
     return BlockScaledTensor(data, scales, row_scale, fmt.name, x.shape)
 
 
-def pointers(copy: BlockScaledTensor | None) -> tuple[torch.Tensor | None, ...]:
-    """(codes, block scales, fp32 row scales): a copy as the kernels' operand tuple."""
-    if copy is None:
-        return (None, None, None)
-    if copy.global_scale is None and copy.scales.dtype == torch.float32:
-        return (copy.data, None, copy.scales)
-    return (copy.data, copy.scales, copy.global_scale)
+def strided(x: torch.Tensor | None, rank: int) -> Strided:
+    """A tensor and its strides as a kernel argument; None and zeros for an absent one."""
+    return Strided(None, (0,) * rank) if x is None else Strided(x, x.stride())
 
+
+def row_arguments(rows: Rows) -> RowArgs:
+    """`Rows` as a kernel argument."""
+    return RowArgs(rows.cu, rows.length, strided(rows.valid, 2))
+
+
+def quantised(copy: BlockScaledTensor | None) -> Quantised:
+    """A quantised copy as a kernel argument."""
+    if copy is None:
+        return Quantised(None, None, None)
+    if copy.scales.dtype == torch.float32:
+        return Quantised(copy.data, None, copy.scales)
+    return Quantised(copy.data, copy.scales, copy.global_scale)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .jit import abs_bits, encode_fp8, sequence
-from .kernels import load_rows, program_ids
+from .kernels import Strided, TileSpec, counted, load_rows, program_ids, row_arguments
 from .rows import Rows
 
 MEAN_ROWS = 256
@@ -22,33 +22,31 @@ V_ROWS = 64
 
 
 @triton.jit(do_not_specialize=["n_blocks", "H", "S"])
-def _mean_partial_kernel(x_ptr, x_strides, partial_ptr, cu_ptr, len_ptr, valid_ptr, valid_strides,
-                         n_blocks, H, S, D: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
-                         ROWS: tl.constexpr, VARLEN: tl.constexpr, HAS_LEN: tl.constexpr,
-                         HAS_VALID: tl.constexpr):
+def _mean_partial_kernel(x, partial_ptr, row_args, n_blocks, H, S, SPEC: tl.constexpr,
+                         ROWS: tl.constexpr):
     """Sum and count of the finite values of ROWS keys, per channel."""
+    D: tl.constexpr = SPEC.D
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    T: tl.constexpr = SPEC.T
     i_block, b, h = program_ids(n_blocks, H)
-    first, length = sequence(b, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
+    first, length = sequence(b, row_args.cu, row_args.length, S)
     begin = i_block.to(tl.int64) * ROWS
     if begin >= length:
         return
     offs_d = tl.arange(0, BLOCK_D)
+    at_d = offs_d.to(tl.int64)[None, :] * x.strides[3]
     total = tl.zeros([BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_D], tl.float32)
-    batch = b * 0 if VARLEN else b
-    base = x_ptr + batch * x_strides[0] + h * x_strides[1]
+    batch = b if row_args.cu is None else b * 0
+    base = x.ptr + batch * x.strides[0] + h * x.strides[1]
     for i in range(0, ROWS, T):
         rows = begin + i + tl.arange(0, T)
-        mask_t = rows < length
-        if HAS_VALID:
-            valid = tl.load(valid_ptr + b * valid_strides[0] + rows * valid_strides[1],
-                            mask=mask_t, other=0)
-            mask_t = mask_t & (valid != 0)
+        mask_t = counted(row_args.valid, b, rows, rows < length)
         mask = mask_t[:, None] & (offs_d < D)[None, :]
-        at = (first + rows)[:, None] * x_strides[2] + offs_d.to(tl.int64)[None, :] * x_strides[3]
-        x = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
-        finite = mask & (abs_bits(x) < 0x7F800000)
-        total += tl.sum(tl.where(finite, x, 0.0), 0)
+        y = tl.load(base + (first + rows)[:, None] * x.strides[2] + at_d, mask=mask, other=0.0)
+        y = y.to(tl.float32)
+        finite = mask & (abs_bits(y) < 0x7F800000)
+        total += tl.sum(tl.where(finite, y, 0.0), 0)
         count += tl.sum(finite.to(tl.float32), 0)
     out = partial_ptr + (((b * H + h) * n_blocks + i_block) * 2) * BLOCK_D + offs_d
     tl.store(out, total)
@@ -56,18 +54,20 @@ def _mean_partial_kernel(x_ptr, x_strides, partial_ptr, cu_ptr, len_ptr, valid_p
 
 
 @triton.jit(do_not_specialize=["n_chunks", "H", "S"])
-def _mean_final_kernel(partial_ptr, mean_ptr, cu_ptr, len_ptr, H, S, n_chunks, D: tl.constexpr,
-                       BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
-                       VARLEN: tl.constexpr, HAS_LEN: tl.constexpr):
+def _mean_final_kernel(partial_ptr, mean_ptr, row_args, H, S, n_chunks, SPEC: tl.constexpr,
+                       ROWS: tl.constexpr):
     """Combine the partial sums in a fixed order that trailing unused keys do not change."""
+    D: tl.constexpr = SPEC.D
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    T: tl.constexpr = SPEC.T
     bh = tl.program_id(0).to(tl.int64)
-    _, length = sequence(bh // H, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
+    _, length = sequence(bh // H, row_args.cu, row_args.length, S)
     offs_d = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_D], tl.float32)
     used = tl.cdiv(length, ROWS)
-    for c in range(0, used, CHUNKS):
-        chunk = c + tl.arange(0, CHUNKS)
+    for c in range(0, used, T):
+        chunk = c + tl.arange(0, T)
         at = ((bh * n_chunks + chunk) * 2 * BLOCK_D)[:, None] + offs_d[None, :]
         mask = (chunk < used)[:, None]
         total += tl.sum(tl.load(partial_ptr + at, mask=mask, other=0.0), 0)
@@ -77,37 +77,38 @@ def _mean_final_kernel(partial_ptr, mean_ptr, cu_ptr, len_ptr, H, S, n_chunks, D
 
 
 @triton.jit(do_not_specialize=["n_blocks", "H", "S"])
-def _v_fp8_kernel(v_ptr, v_strides, amax_ptr, data_ptr, scale_ptr, cu_ptr, len_ptr, valid_ptr,
-                  valid_strides, n_blocks, H, S, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                  T: tl.constexpr, VARLEN: tl.constexpr, HAS_LEN: tl.constexpr,
-                  HAS_VALID: tl.constexpr, ENCODE: tl.constexpr):
+def _v_fp8_kernel(v, amax_ptr, data_ptr, scale_ptr, row_args, n_blocks, H, S, SPEC: tl.constexpr,
+                  ENCODE: tl.constexpr):
     """Channel maxima of V over the valid keys (ENCODE False), then E4M3 codes (True)."""
+    D: tl.constexpr = SPEC.D
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    T: tl.constexpr = SPEC.T
     i_block, b, h = program_ids(n_blocks, H)
-    first, length = sequence(b, cu_ptr, len_ptr, S, VARLEN, HAS_LEN)
-    rows = i_block.to(tl.int64) * T + tl.arange(0, T)
+    first, length = sequence(b, row_args.cu, row_args.length, S)
     if i_block * T >= length and (not ENCODE or i_block > 0):
         return
-    v = load_rows(v_ptr, v_strides, v_ptr, v_strides, valid_ptr, valid_strides, b, h, first, rows,
-                   length, 1.0, D, BLOCK_D, T, VARLEN, HAS_VALID, False, False, False)
+    rows = i_block.to(tl.int64) * T + tl.arange(0, T)
+    x = load_rows(v, Strided(None, (0, 0, 0, 0)), row_args, b, h, first, rows, length, None, SPEC)
+    raw = abs_bits(x)
     offs_d = tl.arange(0, BLOCK_D)
     span = (b * H + h) * D + offs_d
     if ENCODE:
-        amax = tl.load(amax_ptr + span, mask=offs_d < D, other=0).to(tl.float32, bitcast=True)
-        scale = tl.div_rn(amax, 448.0)
+        amax = tl.load(amax_ptr + span, mask=offs_d < D, other=0)
+        scale = tl.div_rn(amax.to(tl.float32, bitcast=True), 448.0)
         scale = tl.where(scale == 0.0, 1.0, scale)
-        bad = abs_bits(v) >= 0x7F800000
-        x = tl.div_rn(v, scale[None, :] + tl.zeros_like(v))
-        codes = tl.where(bad, 0x7F, encode_fp8(tl.where(bad, 0.0, x), "mxfp8"))
-        batch = h if VARLEN else b * H + h
-        at = (batch * S + first + rows)[:, None] * D + offs_d[None, :]
+        bad = raw >= 0x7F800000
+        codes = encode_fp8(tl.div_rn(tl.where(bad, 0.0, x), scale[None, :] + tl.zeros_like(x)),
+                           "mxfp8")
+        codes = tl.where(bad, 0x7F, codes)
+        plane = h if row_args.cu is not None else b * H + h
+        at = (plane * S + first + rows)[:, None] * D + offs_d[None, :]
         tl.store(data_ptr + at, codes.to(tl.uint8),
                  mask=(rows < length)[:, None] & (offs_d < D)[None, :])
         if i_block == 0:
             tl.store(scale_ptr + span, scale, mask=offs_d < D)
     else:
-        raw = abs_bits(v)
-        tl.atomic_max(amax_ptr + span, tl.max(tl.where(raw < 0x7F800000, raw, 0), 0),
-                      mask=offs_d < D)
+        finite = tl.max(tl.where(raw < 0x7F800000, raw, 0), 0)
+        tl.atomic_max(amax_ptr + span, finite, mask=offs_d < D)
 
 
 def launch_key_mean(k: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -118,41 +119,16 @@ def launch_key_mean(k: torch.Tensor, rows: Rows) -> torch.Tensor:
         return mean
     block_d = triton.next_power_of_2(head_dim)
     n_chunks = triton.cdiv(rows.longest, MEAN_ROWS)
-    partial = torch.empty(
-        rows.n * heads, n_chunks, 2, block_d, dtype=torch.float32, device=k.device
-    )
-    flags = rows.flags
+    shape = (rows.n * heads, n_chunks, 2, block_d)
+    partial = torch.empty(shape, dtype=torch.float32, device=k.device)
+    spec = TileSpec(max(4096 // block_d, 16), head_dim, block_d)
+    row_args = row_arguments(rows)
     _mean_partial_kernel[(n_chunks * rows.n * heads,)](
-        k,
-        k.stride(),
-        partial,
-        rows.cu,
-        rows.length,
-        rows.valid,
-        rows.valid.stride() if rows.valid is not None else (0, 0),
-        n_chunks,
-        heads,
-        size,
-        D=head_dim,
-        BLOCK_D=block_d,
-        T=max(4096 // block_d, 16),
-        ROWS=MEAN_ROWS,
-        **flags,
+        Strided(k, k.stride()), partial, row_args, n_chunks, heads, size, SPEC=spec, ROWS=MEAN_ROWS
     )
-    del flags["HAS_VALID"]
+    spec = TileSpec(16, head_dim, block_d)
     _mean_final_kernel[(rows.n * heads,)](
-        partial,
-        mean,
-        rows.cu,
-        rows.length,
-        heads,
-        size,
-        n_chunks,
-        D=head_dim,
-        BLOCK_D=block_d,
-        ROWS=MEAN_ROWS,
-        CHUNKS=16,
-        **flags,
+        partial, mean, row_args, heads, size, n_chunks, SPEC=spec, ROWS=MEAN_ROWS
     )
     return mean
 
@@ -168,23 +144,16 @@ def launch_v_fp8(v: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tenso
     blocks = triton.cdiv(rows.longest, V_ROWS)
     for encode_pass in (False, True):
         _v_fp8_kernel[(blocks * rows.n * heads,)](
-            v,
-            v.stride(),
+            Strided(v, v.stride()),
             amax,
             codes,
             scale,
-            rows.cu,
-            rows.length,
-            rows.valid,
-            rows.valid.stride() if rows.valid is not None else (0, 0),
+            row_arguments(rows),
             blocks,
             heads,
             size,
-            D=head_dim,
-            BLOCK_D=triton.next_power_of_2(head_dim),
-            T=V_ROWS,
+            SPEC=TileSpec(V_ROWS, head_dim, triton.next_power_of_2(head_dim)),
             ENCODE=encode_pass,
             enable_fp_fusion=False,
-            **rows.flags,
         )
     return codes, scale

@@ -42,12 +42,3 @@ class Rows:
         position = torch.arange(self.longest, device=self.length.device)
         used = position < self.length[:, None]
         return used if self.valid is None else used & self.valid
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """Compile-time switches of the kernels."""
-        return {
-            "VARLEN": self.cu is not None,
-            "HAS_LEN": self.length is not None,
-            "HAS_VALID": self.valid is not None,
-        }

@@ -1,6 +1,6 @@
 """The tile vocabulary of the attention kernels: load and decode a tile, round P, map the key loop.
 
-A quantised operand is a tuple (codes, block scales, fp32 row scales) of B * H * S rows. `load_tile`
+A quantised copy holds codes, block scales and fp32 row scales of B * H * S rows. `load_tile`
 returns the elements times their block scales, exact in bf16 (at most 7 significant bits); a row's
 fp32 scale is applied to the scores.
 """
@@ -27,20 +27,21 @@ def has_row_scale(fmt):
     return scale_kind(fmt) in ("e4m3", "fp32")
 
 
-@triton.constexpr_function
-def item(values, i):
-    """values[i] of a compile-time tuple, as a compile-time value."""
-    return values[i]
+@triton.jit
+def load_raw(x, base, row, mask_r, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(R, BLOCK_D) of a strided 16- or 32-bit operand; hidden rows and padding channels are 0."""
+    offs_d = tl.arange(0, BLOCK_D)
+    at = row[:, None] * x.strides[2] + offs_d.to(tl.int64)[None, :] * x.strides[3]
+    return tl.load(base + at, mask=mask_r[:, None] & (offs_d < D)[None, :], other=0.0)
 
 
 @triton.jit
-def load_tile(operand, row, mask_r, D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
-              FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows `row` (R,) of an operand: (R, BLOCK_D) in DTYPE, padding channels 0."""
-    data_ptr, scales_ptr, _ = operand
+def load_tile(copy, row, mask_r, D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
+              FORMAT: tl.constexpr):
+    """Rows `row` (R,) of a quantised copy: (R, BLOCK_D) bf16, padding channels 0."""
     N_BYTES: tl.constexpr = D * bits(FORMAT) // 8
     offs = tl.arange(0, BLOCK_D * bits(FORMAT) // 8)
-    code = tl.load(data_ptr + row[:, None] * N_BYTES + offs[None, :],
+    code = tl.load(copy.codes + row[:, None] * N_BYTES + offs[None, :],
                    mask=mask_r[:, None] & (offs < N_BYTES)[None, :], other=0).to(tl.int32)
     if bits(FORMAT) == 4:
         x = tl.join(decode_element(code & 15, FORMAT), decode_element(code >> 4, FORMAT))
@@ -51,23 +52,22 @@ def load_tile(operand, row, mask_r, D: tl.constexpr, BLOCK_D: tl.constexpr, R: t
         BLOCK: tl.constexpr = block(FORMAT, BLOCK_D)
         N: tl.constexpr = (D + BLOCK - 1) // BLOCK
         offs_n = tl.arange(0, BLOCK_D // BLOCK)
-        byte = tl.load(scales_ptr + row[:, None] * N + offs_n[None, :],
+        byte = tl.load(copy.scales + row[:, None] * N + offs_n[None, :],
                        mask=mask_r[:, None] & (offs_n < N)[None, :], other=0).to(tl.int32)
         scale = decode_e8m0(byte) if scale_kind(FORMAT) == "e8m0" else decode_e4m3(byte)
         x = (x.reshape(R, BLOCK_D // BLOCK, BLOCK) * scale[:, :, None]).reshape(R, BLOCK_D)
-    return x.to(DTYPE)
+    return x.to(tl.bfloat16)
 
 
 @triton.jit
-def load_row_scale(operand, row, tile, span, mask_r, SPAN: tl.constexpr):
+def load_row_scale(copy, row, tile, span, mask_r, SPAN: tl.constexpr):
     """fp32 scales of R rows: one each, one a tile of 128, or one for the head."""
-    _, _, row_scale_ptr = operand
     if SPAN == "token":
-        return tl.load(row_scale_ptr + row, mask=mask_r, other=0.0)
+        return tl.load(copy.row_scales + row, mask=mask_r, other=0.0)
     elif SPAN == "tile":
-        return tl.load(row_scale_ptr + tile, mask=mask_r, other=0.0)
+        return tl.load(copy.row_scales + tile, mask=mask_r, other=0.0)
     else:
-        return tl.load(row_scale_ptr + span + row * 0, mask=mask_r, other=0.0)
+        return tl.load(copy.row_scales + span + row * 0, mask=mask_r, other=0.0)
 
 
 @triton.jit
