@@ -287,7 +287,7 @@ def launch(
     _, kv_heads, n_kv, head_dim, value_dim = kv.shape
     heads, n_q = q.shape[1:3]
     high, low = (
-        (f.name, *(operand_span(f if f.quantised else None, kv.config, x) for x in (True, False)))
+        (f.name, operand_span(f, kv.config, query=True), operand_span(f, kv.config, query=False))
         for f in (config.high_format, config.low_format)
     )
     offset = None
