@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,8 +62,9 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True")
 
 
+@functools.cache
 def triton_version() -> str | None:
-    """The installed Triton's version, None when it cannot be imported."""
+    """The installed Triton's version, None when it cannot be imported, "unknown" if unnamed."""
     try:
         found = util.find_spec("triton") is not None
     except (ImportError, ValueError):
@@ -82,6 +84,11 @@ def device_info(device: torch.device | str) -> DeviceInfo | None:
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
+    return _cuda_info(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_info(device: int) -> DeviceInfo:
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 101376)
     capability = (properties.major, properties.minor)
@@ -106,7 +113,7 @@ def device_status(device: torch.device | str) -> DeviceStatus:
         return DeviceStatus(
             "refused", "none", f"{where}: triton is not installed; pip install 'triton>=3.6'"
         )
-    if _version(info.triton) < MIN_TRITON:
+    if () < _version(info.triton) < MIN_TRITON:
         return DeviceStatus(
             "refused", "none", f"{where}: triton is too old; pip install -U 'triton>=3.6'"
         )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
 E8M0_BIAS = 127
 E8M0_NAN = 255
 E4M3_MAX = 448.0
@@ -21,6 +23,9 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # NVFP4's `mse` rule may put a block maximum on 4 instead of 6; its scale is then 1.5 times larger,
 # so the second-level scale leaves that room below E4M3's maximum.
 NVFP4_SCALE_TARGET = {"amax": 448.0, "mse": 256.0}
+NVFP4_SECOND_TARGET = 4.0
+# P in E4M3 is scaled by a power of two first, so that small weights survive; P <= 1.
+P_FP8_SCALE = 256.0
 # Candidates that the `mse` rule of the one-scale-per-token formats tries, as shares of amax.
 TOKEN_MSE_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 # The authors' constants (preset "paper"): exponents of the element maxima and NVFP4's token scale.

@@ -6,7 +6,7 @@ same with q and k replaced by the dequantised values of `quantize_pair`, in the 
 brute-force map gives to every (query, key): high when `|a - b| * 128 < diag`, for the tiles a and b
 of their absolute positions, or when b lies in the sink of the batch row. Masks *select* keys:
 nothing is ever added to, or multiplied with, a value that is not visible, so that NaN in unread
-memory cannot reach a reference value. Source: SPEC sections 1, 3, 4 and 5.
+memory cannot reach a reference value. Method and bounds: docs/method.md, docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Masking:
 
 
 def class_map(config: DMAConfig, positions: Tensor, start: Tensor, s_kv: int) -> Tensor:
-    """High-precision map, True = high: bool (B, S_q, S_kv), from SPEC section 1.
+    """High-precision map, True = high: bool (B, S_q, S_kv), from the definition.
 
     positions: absolute query positions (B, S_q). start: the first valid key of each row (B,).
     """
@@ -256,7 +256,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """Bounds of SPEC section 5 against the quantised oracle.
+    """Bounds of docs/numerics.md against the quantised oracle.
 
     rel_l2: of the output. ones: of the ones probe. lse + lse_relative * max|logit|: of the LSE.
     """

@@ -72,7 +72,7 @@ def check_result(
     config: DMAConfig,
     **arguments: Any,
 ) -> None:
-    """Hold a result to the quantised oracle within the bounds of SPEC section 5."""
+    """Hold a result to the quantised oracle within the bounds of docs/numerics.md."""
     ref, ref_lse = quantised_oracle(q, k, v, config, **arguments)
     budget = error_budget(config, out.numel())
     assert_rel_l2(out, ref, budget.rel_l2)

@@ -1,6 +1,6 @@
 """Slow numpy oracles of the formats, the scale rules and the transforms.
 
-Written from the published rules (OCP MX 1.0, NVFP4, SPEC sections 2, 3 and 6) and sharing no code
+Written from the published rules (OCP MX 1.0, NVFP4, docs/numerics.md) and sharing no code
 with the package: FP8 rounding is ml_dtypes', E2M1 rounding is a search in the table of its values,
 exponents come from ``frexp`` and powers of two from ``ldexp``. All arithmetic is fp32, one IEEE
 operation at a time.

@@ -1,4 +1,4 @@
-"""The attention call against the quantised oracle, within the bounds of SPEC section 5."""
+"""The attention call against the quantised oracle, within the bounds of docs/numerics.md."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def test_case_032_group_sizes(heads: tuple[int, int], s_q: int, impl: str) -> No
     arguments = {"config": config, "return_lse": True, "impl": impl}
     out, _ = dma_attention(q, k, v, is_causal=True, **arguments)
     wanted = (torch.arange(h_q, device=DEVICE) // (h_q // h_kv)).to(BF16)
-    # P is rounded to bf16 while its sum is not: SPEC section 5's ones bound
+    # P is rounded to bf16 while its sum is not: the ones bound of docs/numerics.md
     torch.testing.assert_close(out, wanted[None, :, None, None].expand_as(out), atol=0, rtol=8e-3)
     flat, _ = dma_attention(torch.zeros_like(q), k, v, **arguments)
     assert torch.equal(flat, wanted[None, :, None, None].expand_as(flat))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from ..config import DMAConfig
@@ -48,8 +51,11 @@ def dma_attention(
         tensor_layout: "HND" or "NHD"; the output has q's.
         return_lse: Also return the natural-log LSE of the unsmoothed scaled logits, float32
             (B, H_q, S_q); -inf for a query without visible keys, whose output is 0.
-        out: Tensor to write the result to.
+        out: Tensor to write the result to; it must not share memory with k or v.
         impl: "reference" (PyTorch), "triton" or "auto" (Triton on a GPU, PyTorch on a CPU).
+
+    Keys that no query can see are never read. NaN or Inf in V at a key that some query of a block
+    of up to 128 sees reaches every row of that block, rows that it is hidden from too (0 * NaN).
 
     Returns:
         The output, q's dtype and layout, or (output, LSE).
@@ -59,10 +65,12 @@ def dma_attention(
         NotImplementedError: an input requires grad under grad mode.
         RuntimeError: the Triton path was chosen and this device cannot run it.
     """
-    check.check_config(config)
     check.check_layout(tensor_layout)
-    check.check_tensors({"q": q, "k": k, "v": v}, 4, _dims(tensor_layout))
-    check.check_heads(_hnd(q, tensor_layout).shape[1], _hnd(k, tensor_layout).shape[1])
+    check.check_tensors({"q": q, "k": k, "v": v}, 4, check.DIMS[tensor_layout])
+    x, k4, v4 = (_hnd(t, tensor_layout) for t in (q, k, v))
+    check.check_kv(k4, v4)
+    call = check_call(x, k4.shape, is_causal, scale, window_size, return_lse)
+    result = _result(q, (*x.shape[:3], v.shape[3]), tensor_layout, out, {"k": k, "v": v})
     kv = prepare_kv(
         k,
         v,
@@ -72,16 +80,7 @@ def dma_attention(
         tensor_layout=tensor_layout,
         impl=impl,
     )
-    return dma_attention_prepared(
-        q,
-        kv,
-        is_causal=is_causal,
-        scale=scale,
-        window_size=window_size,
-        return_lse=return_lse,
-        out=out,
-        impl=impl,
-    )
+    return _run(x, kv, call, result, impl)
 
 
 def prepare_kv(
@@ -97,11 +96,12 @@ def prepare_kv(
     """Quantise K and V once, to attend many times with `dma_attention_prepared`.
 
     Arguments, shapes and errors are those of `dma_attention`. The result refers to v (and to k
-    where a class is "none"): do not overwrite them while it is in use.
+    where a class is "none"), to the mask and to a kv_len tensor: do not overwrite them while it is
+    in use.
     """
     check.check_config(config)
     check.check_layout(tensor_layout)
-    check.check_tensors({"k": k, "v": v}, 4, _dims(tensor_layout))
+    check.check_tensors({"k": k, "v": v}, 4, check.DIMS[tensor_layout])
     k, v = _hnd(k, tensor_layout), _hnd(v, tensor_layout)
     check.check_kv(k, v)
     batch, length = k.shape[0], k.shape[2]
@@ -131,7 +131,17 @@ def dma_attention_prepared(
     """`dma_attention` on keys and values that `prepare_kv` made; the same numbers, bit for bit."""
     if not isinstance(prepared, PreparedKV):
         raise TypeError(f"prepared: expected a PreparedKV, got {type(prepared).__name__}")
-    return _attend(q, prepared, is_causal, scale, window_size, return_lse, out, impl)
+    layout = prepared.tensor_layout
+    check.check_tensors({"q": q}, 4, check.DIMS[layout])
+    if q.dtype != prepared.dtype:
+        raise TypeError(f"q: expected the dtype of k and v, {prepared.dtype}, got {q.dtype}")
+    if q.device != prepared.device:
+        raise ValueError(f"q: expected the device of k and v, {prepared.device}, got {q.device}")
+    x = _hnd(q, layout)
+    call = check_call(x, prepared.shape, is_causal, scale, window_size, return_lse)
+    read = {"k": prepared.k, "v": prepared.v}
+    result = _result(q, (*x.shape[:3], prepared.shape[4]), layout, out, read)
+    return _run(x, prepared, call, result, impl)
 
 
 def scaled_dot_product_attention(
@@ -162,7 +172,7 @@ def scaled_dot_product_attention(
         raise NotImplementedError(f"dropout_p: expected 0 (inference only), got {dropout_p}")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: expected None with is_causal=True, got a mask")
-    check.check_tensors({"query": query, "key": key, "value": value}, 4, _dims("HND"))
+    check.check_tensors({"query": query, "key": key, "value": value}, 4, check.DIMS["HND"])
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"enable_gqa: expected True for {query.shape[1]} query and {key.shape[1]} key heads, "
@@ -196,21 +206,22 @@ def masked_attention(
         out: (B, H_q, S_q, Dv) to write to.
     """
     check.check_config(config)
-    check.check_tensors({"query": q, "key": k, "value": v}, 4, _dims("HND"))
+    check.check_tensors({"query": q, "key": k, "value": v}, 4, check.DIMS["HND"])
     check.check_kv(k, v)
     check.check_kv_len(kv_len, k.shape[0], k.shape[2], k.device)
+    call = check_call(q, k.shape, top_left_causal, scale, None, False)
     shape = (*q.shape[:3], k.shape[2])
     mask = check.check_attn_mask(attn_mask, shape, q.device)
+    call = replace(call, mask=mask, top_left=top_left_causal)
+    result = _result(q, (*q.shape[:3], v.shape[3]), "HND", out, {"k": k, "v": v})
     if valid is None and attn_mask is not None:
         valid = visible_keys(attn_mask, shape)
-    triton = use_triton(q.device, impl)
     with device_guard(q.device):
-        kv = prepare(k, v, config, Rows(k.shape[0], k.shape[2], length=kv_len, valid=valid), triton)
-    result = _attend(
-        q, kv, top_left_causal, scale, None, False, out, impl, mask, top_left_causal
-    )
-    assert isinstance(result, torch.Tensor)
-    return result
+        rows = Rows(k.shape[0], k.shape[2], length=kv_len, valid=valid)
+        kv = prepare(k, v, config, rows, use_triton(q.device, impl))
+    attended = _run(q, kv, call, result, impl)
+    assert isinstance(attended, torch.Tensor)  # no LSE was asked for
+    return attended
 
 
 def visible_keys(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
@@ -219,9 +230,16 @@ def visible_keys(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.
     Args:
         shape: (B, H_q, S_q, S_kv) that the mask broadcasts to.
     """
-    visible = mask if mask.dtype == torch.bool else mask > mask_floor(mask.dtype)
-    visible = visible.reshape((1,) * (4 - visible.dim()) + tuple(visible.shape))
-    return visible.any(2).any(1).broadcast_to(shape[0], shape[3])
+    mask = mask[(None,) * (4 - mask.dim())]
+    # One row stands for those that a stride of 0 repeats
+    mask = mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.stride())]
+    if 0 in mask.shape[1:3]:
+        visible = torch.zeros(mask.shape[0], mask.shape[3], dtype=torch.bool, device=mask.device)
+    elif mask.dtype == torch.bool:
+        visible = mask.any(2).any(1)
+    else:
+        visible = mask.amax((1, 2)) > mask_floor(mask.dtype)
+    return visible.broadcast_to(shape[0], shape[3])
 
 
 def dma_attention_varlen(
@@ -257,20 +275,24 @@ def dma_attention_varlen(
     """
     check.check_config(config)
     check.check_tensors({"q": q, "k": k, "v": v}, 3, "(total, H, D)")
-    n = check_packed(q, k, cu_seqlens_q, cu_seqlens_k)
+    n = check.check_packed(q, k, cu_seqlens_q, cu_seqlens_k)
     check.check_length("max_seqlen_q", max_seqlen_q)
     check.check_length("max_seqlen_k", max_seqlen_k)
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
     check.check_kv(k4, v4)
-    call = _options(q4, k4, is_causal, scale, window_size, return_lse, None, False)
+    call = check_call(q4, k4.shape, is_causal, scale, window_size, return_lse)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
+    lse = None
+    if return_lse:
+        shape = (q.shape[1], q.shape[0])
+        lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     if not use_triton(q.device, impl):
-        ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         for b in range(n):
-            i, j = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
+            i = slice(starts_q[b], min(starts_q[b + 1], starts_q[b] + max_seqlen_q))
+            j = slice(starts_k[b], min(starts_k[b + 1], starts_k[b] + max_seqlen_k))
             if i.start < i.stop:
-                out[i], part = dma_attention(
+                part = dma_attention(
                     q[None, i],
                     k[None, j],
                     v[None, j],
@@ -282,103 +304,79 @@ def dma_attention_varlen(
                     return_lse=True,
                     impl="reference",
                 )
-                lse[:, i] = part[0]
+                out[i] = part[0][0]
+                if lse is not None:
+                    lse[:, i] = part[1][0]
     elif q.numel() and n:
         from .kernels import portable
 
         with device_guard(q.device):
             kv = prepare(k4, v4, config, Rows(n, max_seqlen_k, cu=cu_seqlens_k), True)
-            packed = CallOptions(**{**vars(call), "cu_q": cu_seqlens_q, "longest_q": max_seqlen_q})
-            portable.launch(q4, kv, packed, out.transpose(0, 1)[None], lse)
-    return (out, lse) if return_lse else out
+            call = replace(call, cu_q=cu_seqlens_q.contiguous(), longest_q=max_seqlen_q)
+            portable.launch(q4, kv, call, out.transpose(0, 1)[None], lse)
+    return out if lse is None else (out, lse)
 
 
-def check_packed(
-    q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
-) -> int:
-    """Check the cumulative lengths of packed q and k; the number of sequences."""
-    check.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, None, q.device)
-    check.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, len(cu_seqlens_q), k.device)
-    return len(cu_seqlens_q) - 1
-
-
-def _attend(
+def check_call(
     q: torch.Tensor,
-    kv: PreparedKV,
+    k_shape: Sequence[int],
     is_causal: bool,
     scale: float | None,
     window_size: int | None,
     return_lse: bool,
-    out: torch.Tensor | None,
-    impl: str,
-    mask: torch.Tensor | None = None,
-    top_left: bool = False,
-) -> Result:
-    check.check_tensors({"q": q}, 4, _dims(kv.tensor_layout))
-    if q.dtype != kv.dtype:
-        raise TypeError(f"q: expected the dtype of k and v, {kv.dtype}, got {q.dtype}")
-    if q.device != kv.device:
-        raise ValueError(f"q: expected the device of k and v, {kv.device}, got {q.device}")
-    x = _hnd(q, kv.tensor_layout)
-    batch, kv_heads, _, head_dim, value_dim = kv.shape
-    if x.shape[0] != batch or x.shape[3] != head_dim:
-        raise ValueError(
-            f"q: expected batch {batch} and head dim {head_dim} like k, "
-            f"got batch {x.shape[0]} and head dim {x.shape[3]}"
-        )
-    check.check_heads(x.shape[1], kv_heads)
-    shape = (*x.shape[:3], value_dim)
-    layout_shape = shape if kv.tensor_layout == "HND" else (shape[0], shape[2], shape[1], shape[3])
-    check.check_out(out, layout_shape, q)
-    call = _options(x, x, is_causal, scale, window_size, return_lse, mask, top_left)
-    result = out if out is not None else q.new_empty(layout_shape)
-    target = _hnd(result, kv.tensor_layout)
-    if use_triton(q.device, impl):
-        from .kernels import portable
-
-        lse = torch.empty(x.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
-        with device_guard(q.device):
-            portable.launch(x, kv, call, target, lse)
-    else:
-        lse = reference.attend(x, kv, call, target)
-    if return_lse:
-        assert lse is not None
-        return result, lse
-    return result
-
-
-def _options(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    window_size: int | None,
-    return_lse: bool,
-    mask: torch.Tensor | None,
-    top_left: bool,
 ) -> CallOptions:
-    """Options for q and k (B, H, S, D)."""
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q: expected k's head dim {k.shape[3]}, got {q.shape[3]}")
-    if q is not k:
-        check.check_heads(q.shape[1], k.shape[1])
+    """Check what concerns q and the call: q (B, H_q, S_q, D) against k (B, H_kv, S_kv, D)."""
+    if q.shape[0] != k_shape[0] or q.shape[3] != k_shape[3]:
+        raise ValueError(
+            f"q: expected batch {k_shape[0]} and head dim {k_shape[3]} like k, "
+            f"got batch {q.shape[0]} and head dim {q.shape[3]}"
+        )
+    check.check_heads(q.shape[1], k_shape[1])
     for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected a bool, got {value!r}")
     return CallOptions(
         causal=is_causal,
-        top_left=top_left,
+        top_left=False,
         scale=check.check_scale(scale, q.shape[3]),
         window=check.check_window(window_size, is_causal),
-        mask=mask,
+        mask=None,
         return_lse=return_lse,
         longest_q=q.shape[2],
     )
 
 
+def _result(
+    q: torch.Tensor,
+    shape: tuple[int, ...],
+    layout: str,
+    out: torch.Tensor | None,
+    read: dict[str, torch.Tensor | None],
+) -> torch.Tensor:
+    """Where the result (B, H_q, S_q, Dv) goes, in q's layout: `out`, checked, or a new tensor."""
+    if layout == "NHD":
+        shape = (shape[0], shape[2], shape[1], shape[3])
+    check.check_out(out, shape, q, read)
+    return q.new_empty(shape) if out is None else out
+
+
+def _run(
+    q: torch.Tensor, kv: PreparedKV, call: CallOptions, result: torch.Tensor, impl: str
+) -> Result:
+    """Attend with q (B, H_q, S_q, D) and fill `result`, which has the caller's layout."""
+    target = _hnd(result, kv.tensor_layout)
+    if use_triton(q.device, impl):
+        from .kernels import portable
+
+        lse = None
+        if call.return_lse:
+            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        with device_guard(q.device):
+            portable.launch(q, kv, call, target, lse)
+    else:
+        lse = reference.attend(q, kv, call, target)
+    return result if lse is None else (result, lse)
+
+
 def _hnd(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x if layout == "HND" else x.transpose(1, 2)
-
-
-def _dims(layout: str) -> str:
-    return "(B, H, S, D)" if layout == "HND" else "(B, S, H, D)"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..config import DMAConfig
-from ..device import DeviceStatus, device_status
+from ..device import IMPLS, DeviceStatus, device_status
 from ..formats import BlockFormat, check_choice
 from ..schedule import TILE, key_ranges
 from . import validate as check
+from .api import check_call
 from .prepare import has_high
 
 
@@ -18,27 +19,39 @@ def explain(
     v: torch.Tensor,
     *,
     is_causal: bool = False,
+    scale: float | None = None,
     config: DMAConfig = DMAConfig(),  # noqa: B008 - frozen
+    key_padding_mask: torch.Tensor | None = None,
+    kv_len: int | torch.Tensor | None = None,
     window_size: int | None = None,
     tensor_layout: str = "HND",
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> str:
-    """Say which path `dma_attention` takes for these tensors, why, and what it stores.
+    """Say which path `dma_attention` takes for these arguments, why, and what it stores.
 
-    Arguments are those of `dma_attention`; nothing is computed. A refused device is part of the
-    answer, not an error.
+    Arguments are those of `dma_attention`; nothing is computed, no tensor's values are read
+    (the share of high tiles is that of unpadded keys). A refused device is part of the answer, not
+    an error.
 
     Raises:
         TypeError, ValueError: an argument that `dma_attention` would refuse.
     """
     check.check_config(config)
     check.check_layout(tensor_layout)
-    check.check_tensors({"q": q, "k": k, "v": v}, 4, "(B, H, S, D)")
+    check.check_tensors({"q": q, "k": k, "v": v}, 4, check.DIMS[tensor_layout])
+    result = (*q.shape[:3], v.shape[3])
+    check.check_out(out, result, q, {"k": k, "v": v})
     if tensor_layout == "NHD":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     check.check_kv(k, v)
-    check.check_heads(q.shape[1], k.shape[1])
-    window = check.check_window(window_size, is_causal)
+    check.check_padding_mask(key_padding_mask, k.shape[0], k.shape[2], k.device)
+    check.check_kv_len(kv_len, k.shape[0], k.shape[2], k.device)
+    call = check_call(q, k.shape, is_causal, scale, window_size, return_lse)
+    window = call.window
+    if isinstance(kv_len, int):
+        k, v = k[:, :, :kv_len], v[:, :, :kv_len]
     canonical = config.canonical()
     batch, heads, n_q, head_dim = q.shape
     kv_heads, n_kv = k.shape[1:3]
@@ -62,11 +75,13 @@ def explain(
     transforms = [n for n, on in (("K smoothing", config.smooth_k), ("rotation", config.rotate))
                   if on and any(f.quantised for f in classes)]
     lines.append(f"transforms: {', '.join(transforms) or 'none'}")
+    stored = "E4M3 codes, one fp32 scale a channel" if config.pv == "fp8" else "read where it lies"
+    lines.append(f"V: {stored}")
     return "\n".join(lines)
 
 
 def _path(device: torch.device, impl: str) -> DeviceStatus:
-    check_choice("impl", impl, ("auto", "reference", "triton"))
+    check_choice("impl", impl, IMPLS)
     status = device_status(device)
     if impl == "reference":
         return DeviceStatus("reference", "reference", 'impl="reference" was asked for')

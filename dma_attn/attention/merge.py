@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .validate import check_layout
+
 
 def merge_states(
     outs: Sequence[torch.Tensor],
@@ -28,8 +30,7 @@ def merge_states(
     Raises:
         ValueError: no parts, numbers of parts or shapes that differ, unknown layout.
     """
-    if tensor_layout not in ("HND", "NHD"):
-        raise ValueError(f"tensor_layout: expected HND or NHD, got {tensor_layout!r}")
+    check_layout(tensor_layout)
     if not len(outs) or len(outs) != len(lses):
         raise ValueError(
             f"outs, lses: expected as many of each, at least one, got {len(outs)} and {len(lses)}"

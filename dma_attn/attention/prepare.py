@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..config import DMAConfig
-from ..formats import E4M3_MAX, E4M3_NAN, BlockFormat
+from ..formats import E4M3_MAX, E4M3_NAN, LOG2_E, BlockFormat
 from ..quant.reference import abs_bits, divide, quantize_reference
 from ..quant.rows import Rows
 from ..quant.tensor import BlockScaledTensor
@@ -158,5 +158,5 @@ def query_copies(
     canonical = kv.config.canonical()
     high = canonical.high_format if kv.high is not None else None
     low = canonical.low_format if kv.low is not None else None
-    multiplier = scale * 1.4426950408889634 if kv.config.folds_scale else None
+    multiplier = scale * LOG2_E if kv.config.folds_scale else None
     return quantise_operand(q, high, low, rows, kv.config, None, multiplier, True, triton)

@@ -12,17 +12,17 @@ changes (the running maximum against the final one) stays within the bounds of d
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
+from ..formats import P_FP8_SCALE
 from ..quant.rows import Rows
 from ..quant.tensor import BlockScaledTensor
 from ..schedule import TILE, common_keys, key_ranges
 from .prepare import query_copies
 from .types import CallOptions, PreparedKV, mask_floor, needs_shift
-
-P_FP8_SCALE = 256.0
 
 
 def attend(
@@ -30,7 +30,8 @@ def attend(
 ) -> torch.Tensor | None:
     """Fill out (B, H_q, S_q, Dv) and return the LSE (B, H_q, S_q) float32 if asked for."""
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
-    with torch.autocast(q.device.type, enabled=False):  # float32 products stay float32
+    # float32 products stay float32, and a mask that requires grad starts no graph
+    with torch.autocast(q.device.type, enabled=False), torch.no_grad():
         for b in range(q.shape[0]):
             mask = None if call.mask is None else call.mask[b]
             out[b], lse[b] = _attend_row(q[b], _row(kv, b), call, mask)
@@ -95,10 +96,11 @@ def _attend_row(
         seen = max(lo, q_lo - call.window + 1) if call.window else lo
         values = v[:, None, seen:hi].float().contiguous()
         weighted = _round_p(p[..., seen - lo :], kv, v.dtype) @ values
-        out[:, :, i] = weighted * v_scale * torch.where(row_sum == 0, 0.0, 1.0 / row_sum)
+        # A row without a visible key is 0, whatever q and V hold
+        out[:, :, i] = torch.where(row_sum == 0, 0.0, weighted * v_scale / row_sum)
         lse[:, :, i] = (row_max + torch.log(row_sum))[..., 0]
     if shift is not None:
-        lse += shift
+        lse = torch.where(lse == -math.inf, lse, lse + shift)
     return out.reshape(heads, n_q, dv), lse.reshape(heads, n_q)
 
 
@@ -187,10 +189,9 @@ def _row(kv: PreparedKV, b: int) -> PreparedKV:
         )
 
     rows = Rows(1, kv.rows.longest, None, at(kv.rows.length), at(kv.rows.valid))
-    return PreparedKV(
-        config=kv.config,
+    return replace(
+        kv,
         shape=(1, *kv.shape[1:]),
-        dtype=kv.dtype,
         rows=rows,
         start=at(kv.start),
         mean=at(kv.mean),
@@ -199,5 +200,4 @@ def _row(kv: PreparedKV, b: int) -> PreparedKV:
         k=at(kv.k),
         v=kv.v[b : b + 1],
         v_scale=at(kv.v_scale),
-        tensor_layout=kv.tensor_layout,
     )

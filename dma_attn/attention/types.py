@@ -90,4 +90,4 @@ def mask_floor(dtype: torch.dtype) -> float:
 
 def needs_shift(kv: PreparedKV, return_lse: bool) -> bool:
     """True when q . mean_k enters: for the LSE, or because raw K is mixed with smoothed copies."""
-    return kv.mean is not None and (return_lse or "none" in (kv.config.high, kv.config.low))
+    return kv.mean is not None and (return_lse or kv.k is not None)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..config import DMAConfig
 from ..quant.api import FLOAT_DTYPES
 
 MAX_HEAD_DIM = 256
-LAYOUTS = ("HND", "NHD")
+DIMS = {"HND": "(B, H, S, D)", "NHD": "(B, S, H, D)"}
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], rank: int, shape: str) -> None:
@@ -35,7 +37,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], rank: int, shape: str) -> No
 
 def check_heads(q_heads: int, kv_heads: int) -> None:
     """Grouped queries: H_q a multiple of H_kv."""
-    if kv_heads == 0 or q_heads % kv_heads:
+    if q_heads % kv_heads if kv_heads else q_heads:
         raise ValueError(
             f"k: expected a number of heads that divides q's {q_heads}, got {kv_heads}"
         )
@@ -68,8 +70,8 @@ def check_config(config: DMAConfig) -> None:
 
 def check_layout(layout: str) -> None:
     """HND (B, H, S, D) or NHD (B, S, H, D)."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"tensor_layout: expected one of {list(LAYOUTS)}, got {layout!r}")
+    if layout not in DIMS:
+        raise ValueError(f"tensor_layout: expected one of {list(DIMS)}, got {layout!r}")
 
 
 def check_window(window: int | None, causal: bool) -> int:
@@ -89,6 +91,8 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
 
 
@@ -129,15 +133,32 @@ def check_kv_len(
         raise ValueError(f"kv_len: expected 0 <= kv_len <= {length}, got {kv_len}")
 
 
-def check_out(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> None:
-    """out: a tensor of the result's shape, dtype and device."""
+def check_out(
+    out: torch.Tensor | None,
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    read: dict[str, torch.Tensor | None],
+) -> None:
+    """out: the result's shape, dtype and device, no element twice, none that a kernel still reads.
+
+    Args:
+        read: Operands, by name, that are read while out is written.
+    """
     if out is None:
         return
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out: expected a torch.Tensor, got {type(out).__name__}")
     if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device:
         raise ValueError(
             f"out: expected {shape} {like.dtype} on {like.device}, "
             f"got {tuple(out.shape)} {out.dtype} on {out.device}"
         )
+    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"out: expected distinct elements, got strides {out.stride()}")
+    start = out.untyped_storage().data_ptr()
+    for name, x in read.items():
+        if x is not None and x.numel() and start and x.untyped_storage().data_ptr() == start:
+            raise ValueError(f"out: expected memory apart from {name}, got the same storage")
 
 
 def check_cu_seqlens(name: str, cu: torch.Tensor, n: int | None, device: torch.device) -> None:
@@ -149,6 +170,15 @@ def check_cu_seqlens(name: str, cu: torch.Tensor, n: int | None, device: torch.d
         raise ValueError(f"{name}: expected {n} entries like cu_seqlens_q, got {len(cu)}")
     if cu.device != device:
         raise ValueError(f"{name}: expected device {device}, got {cu.device}")
+
+
+def check_packed(
+    q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
+) -> int:
+    """Check the cumulative lengths of packed q and k; the number of sequences."""
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, None, q.device)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, len(cu_seqlens_q), k.device)
+    return len(cu_seqlens_q) - 1
 
 
 def check_length(name: str, value: int) -> None:
@@ -168,6 +198,8 @@ def check_attn_mask(
         raise TypeError(f"attn_mask: expected a bool or float tensor, got {got}")
     if mask.device != device:
         raise ValueError(f"attn_mask: expected device {device}, got {mask.device}")
+    if torch.is_grad_enabled() and mask.requires_grad:
+        raise NotImplementedError("attn_mask: expected no requires_grad, there is no backward pass")
     try:
         return mask.broadcast_to(shape)
     except RuntimeError:

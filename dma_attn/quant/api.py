@@ -79,8 +79,9 @@ def quantize_pair(
     check_choice("granularity", granularity, GRANULARITIES)
     _check_input(x, formats)
     if mean is not None:
-        if mean.dtype != torch.float32:
-            raise TypeError(f"mean: expected torch.float32, got {mean.dtype}")
+        if not isinstance(mean, torch.Tensor) or mean.dtype != torch.float32:
+            got = mean.dtype if isinstance(mean, torch.Tensor) else type(mean).__name__
+            raise TypeError(f"mean: expected a float32 tensor, got {got}")
         try:
             torch.broadcast_to(mean, x.shape)
         except RuntimeError:

@@ -23,6 +23,12 @@ common_keys = schedule.common_keys if interpreting() else triton.jit(schedule.co
 
 
 @triton.constexpr_function
+def constant(name):
+    """A number of `formats`, by name."""
+    return getattr(formats, name)
+
+
+@triton.constexpr_function
 def element(fmt):
     return formats.FORMATS[fmt].element
 
@@ -87,7 +93,7 @@ def log2(n):
 @triton.constexpr_function
 def rotation_norm(head_dim):
     """1 / sqrt(n), rounded to fp32 where it becomes an operand."""
-    return 1.0 / math.sqrt(rotation_size(head_dim))
+    return rotation_size(head_dim) ** -0.5
 
 
 @triton.constexpr_function
@@ -103,13 +109,16 @@ def abs_bits(x):
 
 
 @triton.jit
-def sequence(b, cu_ptr, len_ptr, size):
-    """First row and length of sequence b: packed (cu_seqlens), per-row lengths, or all of it."""
+def sequence(b, cu_ptr, len_ptr, size, longest):
+    """First row and length of sequence b: packed (cu_seqlens), per-row lengths, or all of it.
+
+    A packed sequence is cut at `longest`, the length that grids and buffers were made for.
+    """
     first = tl.zeros([], tl.int64)
     length = size
     if cu_ptr is not None:
         begin = tl.load(cu_ptr + b)
-        length = (tl.load(cu_ptr + b + 1) - begin).to(tl.int32)
+        length = tl.minimum(tl.load(cu_ptr + b + 1) - begin, longest).to(tl.int32)
         first = begin.to(tl.int64)
     if len_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(len_ptr + b), 0), size).to(tl.int32)
@@ -257,8 +266,8 @@ def _e8m0(exponent, bad):
 
 @triton.jit
 def _e4m3_scale(raw, bad, MINIMUM: tl.constexpr):
-    raw = tl.minimum(tl.maximum(raw, MINIMUM), 448.0)
-    return tl.where(bad, 0x7F, encode_fp8(raw, "mxfp8"))
+    raw = tl.minimum(tl.maximum(raw, MINIMUM), constant("E4M3_MAX"))
+    return tl.where(bad, constant("E4M3_NAN"), encode_fp8(raw, "mxfp8"))
 
 
 @triton.jit
@@ -296,7 +305,8 @@ def _encode_mx(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexp
 
 @triton.jit
 def _nvfp4_candidate(x, amax, second, bad, TARGET: tl.constexpr, FORMAT: tl.constexpr):
-    scales = _e4m3_scale(tl.div_rn(tl.div_rn(amax, TARGET), second), bad, 2.0**-9)
+    scales = _e4m3_scale(tl.div_rn(tl.div_rn(amax, TARGET), second), bad,
+                         constant("E4M3_MIN_SUBNORMAL"))
     scale = (decode_e4m3(scales) * second)[:, :, None] + tl.zeros_like(x)
     codes = encode_element(tl.div_rn(x, scale), FORMAT, "mse")
     return codes, scales, scale
@@ -310,7 +320,8 @@ def _encode_nvfp4(x, amax_bits, second, FORMAT: tl.constexpr, RULE: tl.constexpr
     amax = amax_bits.to(tl.float32, bitcast=True)
     second = second[:, None] + tl.zeros_like(amax)
     if RULE == "paper":
-        exact = tl.maximum(tl.div_rn(tl.div_rn(amax, second), 6.0), 1e-9)
+        exact = tl.div_rn(tl.div_rn(amax, second), constant("E2M1_MAX"))
+        exact = tl.maximum(exact, constant("PAPER_NVFP4_MIN_SCALE"))
         scales = _e4m3_scale(exact, bad, 0.0)
         exact = tl.where(bad, float("nan"), exact)
         shared = tl.div_rn(x, second[:, :, None] + tl.zeros_like(x))
@@ -318,9 +329,10 @@ def _encode_nvfp4(x, amax_bits, second, FORMAT: tl.constexpr, RULE: tl.constexpr
             tl.div_rn(shared, exact[:, :, None] + tl.zeros_like(x)), FORMAT, RULE
         )
     else:
-        codes, scales, scale = _nvfp4_candidate(x, amax, second, bad, 6.0, FORMAT)
+        codes, scales, scale = _nvfp4_candidate(x, amax, second, bad, constant("E2M1_MAX"), FORMAT)
         if RULE == "mse":
-            codes_1, scales_1, scale_1 = _nvfp4_candidate(x, amax, second, bad, 4.0, FORMAT)
+            codes_1, scales_1, scale_1 = _nvfp4_candidate(
+                x, amax, second, bad, constant("NVFP4_SECOND_TARGET"), FORMAT)
             better = _error(codes_1, scale_1, x, FORMAT, T, N, BLOCK) < _error(
                 codes, scale, x, FORMAT, T, N, BLOCK
             )

@@ -35,11 +35,11 @@ class Strided(NamedTuple):
 
 
 class RowArgs(NamedTuple):
-    """`Rows` as kernel arguments; None where there is none."""
+    """`Rows` as kernel arguments, contiguous; None where there is none."""
 
     cu: torch.Tensor | None
     length: torch.Tensor | None
-    valid: Strided
+    valid: torch.Tensor | None
 
 
 class Quantised(NamedTuple):
@@ -69,22 +69,21 @@ def program_ids(n_blocks, H):
 
 
 @triton.jit
-def counted(valid, b, rows, mask_t):
-    """Which of `rows` count: in range (mask_t) and valid."""
-    if valid.ptr is not None:
-        at = b * valid.strides[0] + rows * valid.strides[1]
-        mask_t = mask_t & (tl.load(valid.ptr + at, mask=mask_t, other=0) != 0)
+def counted(valid_ptr, b, rows, mask_t, S):
+    """Which of `rows` count: in range (mask_t) and valid, for valid (n, S)."""
+    if valid_ptr is not None:
+        mask_t = mask_t & (tl.load(valid_ptr + b * S + rows, mask=mask_t, other=0) != 0)
     return mask_t
 
 
 @triton.jit
-def load_rows(x, mean, row_args, b, h, first, rows, length, multiplier, S: tl.constexpr):
+def load_rows(x, mean, row_args, b, h, first, rows, length, size, multiplier, S: tl.constexpr):
     """T transformed rows in fp32; rows out of range or not valid are zeros."""
     T: tl.constexpr = S.T
     D: tl.constexpr = S.D
     BLOCK_D: tl.constexpr = S.BLOCK_D
     offs_d = tl.arange(0, BLOCK_D)
-    mask_t = counted(row_args.valid, b, rows, (rows >= 0) & (rows < length))
+    mask_t = counted(row_args.valid, b, rows, (rows >= 0) & (rows < length), size)
     mask = mask_t[:, None] & (offs_d < D)[None, :]
     offs_d = offs_d.to(tl.int64)[None, :]
     batch = b if row_args.cu is None else b * 0
@@ -140,19 +139,20 @@ def _store_copy(x, span_amax, copy, row, tile, span, mask_t, S: tl.constexpr, C:
             tl.store(copy.row_scales + span, _common(row_scale))
 
 
-@triton.jit(do_not_specialize=["n_blocks", "H", "S", "n_tiles", "amax_stride"])
+@triton.jit(do_not_specialize=["n_blocks", "H", "S", "longest", "n_tiles",
+                               "amax_stride"])
 def _quantise_kernel(x, mean, high, low, amax_ptr, amax_stride, row_args, offset_ptr, n_blocks, H,
-                     S, n_tiles, multiplier, SPEC: tl.constexpr, HIGH: tl.constexpr,
+                     S, longest, n_tiles, multiplier, SPEC: tl.constexpr, HIGH: tl.constexpr,
                      LOW: tl.constexpr):
     i_block, b, h = program_ids(n_blocks, H)
-    first, length = sequence(b, row_args.cu, row_args.length, S)
+    first, length = sequence(b, row_args.cu, row_args.length, S, longest)
     begin = i_block.to(tl.int64) * SPEC.T
     if offset_ptr is not None:
         begin -= tl.load(offset_ptr + b) & (SPEC.T - 1)
     if begin >= length:
         return
     rows = begin + tl.arange(0, SPEC.T)
-    y = load_rows(x, mean, row_args, b, h, first, rows, length, multiplier, SPEC)
+    y = load_rows(x, mean, row_args, b, h, first, rows, length, S, multiplier, SPEC)
     mask_t = (rows >= 0) & (rows < length)
     # Where the copies lie: (B, H, S, ...), packed sequences (1, H, total, ...)
     if row_args.cu is not None:
@@ -172,14 +172,14 @@ def _quantise_kernel(x, mean, high, low, amax_ptr, amax_stride, row_args, offset
         _store_copy(y, amax, low, row, tile, span, mask_t, SPEC, LOW)
 
 
-@triton.jit(do_not_specialize=["n_blocks", "H", "S", "amax_stride"])
-def _span_amax_kernel(x, mean, amax_ptr, amax_stride, row_args, n_blocks, H, S, multiplier,
+@triton.jit(do_not_specialize=["n_blocks", "H", "S", "longest", "amax_stride"])
+def _span_amax_kernel(x, mean, amax_ptr, amax_stride, row_args, n_blocks, H, S, longest, multiplier,
                       SPEC: tl.constexpr):
     """Bits of the largest finite transformed |x| of a head: integer maxima commute, so exact."""
     i_block, b, h = program_ids(n_blocks, H)
-    first, length = sequence(b, row_args.cu, row_args.length, S)
+    first, length = sequence(b, row_args.cu, row_args.length, S, longest)
     rows = i_block.to(tl.int64) * SPEC.T + tl.arange(0, SPEC.T)
-    raw = abs_bits(load_rows(x, mean, row_args, b, h, first, rows, length, multiplier, SPEC))
+    raw = abs_bits(load_rows(x, mean, row_args, b, h, first, rows, length, S, multiplier, SPEC))
     raw = tl.where(raw < 0x7F800000, raw, 0)
     tl.atomic_max(amax_ptr + (b * H + h) * amax_stride, tl.max(tl.max(raw, 1), 0))
 
@@ -209,7 +209,6 @@ def launch_quantise(
     if mean is not None:
         mean = mean.expand(-1, -1, size, -1)  # stride 0 along the tokens
     block_d = max(triton.next_power_of_2(head_dim), 32)
-    spans = (_span(high, spans[0]), _span(low, spans[1]))
     tile_rows = TILE if "tile" in spans else max(4096 // block_d, 16)
     n_tiles = rows.n_tiles(size)
     n_spans = rows.n * heads
@@ -218,6 +217,9 @@ def launch_quantise(
         for f, span in zip((high, low), spans, strict=True)
     ]
     if x.numel() == 0 or rows.longest == 0:
+        for copy in copies:
+            if copy is not None and copy.global_scale is not None:
+                copy.global_scale.fill_(1.0)
         return copies[0], copies[1]
     shared = {
         "x": Strided(x, x.stride()),
@@ -226,6 +228,7 @@ def launch_quantise(
         "row_args": row_arguments(rows),
         "H": heads,
         "S": size,
+        "longest": rows.longest,
         "multiplier": multiplier,
         "SPEC": TileSpec(tile_rows, head_dim, block_d, rotate),
         "num_warps": 8 if tile_rows * block_d > 8192 else 4,
@@ -262,7 +265,9 @@ def quantize_triton(
     """`quantize_pair` (or `quantize`, with one format) of an x of any rank."""
     x4 = _four_dims(x)
     high, low = (f if f is not None and f.quantised else None for f in formats)
-    span = "head" if granularity == "tensor" else granularity
+    spans = tuple(
+        "token" if f is None else f.resolve_granularity(granularity) for f in (high, low)
+    )
     with device_guard(x.device):
         copies = launch_quantise(
             x4,
@@ -272,23 +277,18 @@ def quantize_triton(
             mean=None if mean is None else _four_dims(mean.broadcast_to(x.shape)),
             rotate=rotate,
             scale_rule=scale_rule,
-            spans=(span, span),
+            spans=("head" if spans[0] == "tensor" else spans[0],
+                   "head" if spans[1] == "tensor" else spans[1]),
             whole=True,
         )
     high_copy, low_copy = (None if c is None else _reshape(c, x.shape) for c in copies)
     return high_copy, low_copy
 
 
-def _span(fmt: BlockFormat | None, span: str) -> str:
-    """The span of a copy's fp32 scale; one that its format lacks means a token."""
-    lacks = fmt is None or ("tensor" if span == "head" else span) not in fmt.granularities
-    return "token" if lacks else span
-
-
 def _four_dims(x: torch.Tensor) -> torch.Tensor:
     """View as (B, H, S, D); more than two leading dims are flattened (a copy if they must be)."""
     if x.dim() > 4:
-        return x.reshape(-1, *x.shape[-3:])
+        return x.flatten(0, x.dim() - 4)
     return x[(None,) * (4 - x.dim())]
 
 
@@ -323,7 +323,7 @@ def _allocate(
             "tile": (batch, heads, n_tiles, 1),
             "head": () if whole else (rows.n, heads, 1, 1),
         }[span]
-        row_scale = torch.ones(shape, dtype=torch.float32, device=x.device)
+        row_scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     if row_scale is not None and fmt.scale == "fp32":
         return BlockScaledTensor(data, row_scale, None, fmt.name, x.shape)
     scales = torch.empty(
@@ -339,7 +339,7 @@ def strided(x: torch.Tensor | None, rank: int) -> Strided:
 
 def row_arguments(rows: Rows) -> RowArgs:
     """`Rows` as a kernel argument."""
-    return RowArgs(rows.cu, rows.length, strided(rows.valid, 2))
+    return RowArgs(rows.cu, rows.length, rows.valid)
 
 
 def quantised(copy: BlockScaledTensor | None) -> Quantised:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .jit import abs_bits, encode_fp8, sequence
+from .jit import abs_bits, constant, encode_fp8, sequence
 from .kernels import Strided, TileSpec, counted, load_rows, program_ids, row_arguments
 from .rows import Rows
 
@@ -21,27 +21,28 @@ MEAN_ROWS = 256
 V_ROWS = 64
 
 
-@triton.jit(do_not_specialize=["n_blocks", "H", "S"])
-def _mean_partial_kernel(x, partial_ptr, row_args, n_blocks, H, S, SPEC: tl.constexpr,
+@triton.jit(do_not_specialize=["n_blocks", "H", "S", "longest"])
+def _mean_partial_kernel(x, partial_ptr, row_args, n_blocks, H, S, longest, SPEC: tl.constexpr,
                          ROWS: tl.constexpr):
     """Sum and count of the finite values of ROWS keys, per channel."""
     D: tl.constexpr = SPEC.D
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     T: tl.constexpr = SPEC.T
     i_block, b, h = program_ids(n_blocks, H)
-    first, length = sequence(b, row_args.cu, row_args.length, S)
+    first, length = sequence(b, row_args.cu, row_args.length, S, longest)
     begin = i_block.to(tl.int64) * ROWS
     if begin >= length:
         return
     offs_d = tl.arange(0, BLOCK_D)
     at_d = offs_d.to(tl.int64)[None, :] * x.strides[3]
+    tl.static_assert(ROWS % T == 0)
     total = tl.zeros([BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_D], tl.float32)
     batch = b if row_args.cu is None else b * 0
     base = x.ptr + batch * x.strides[0] + h * x.strides[1]
     for i in range(0, ROWS, T):
         rows = begin + i + tl.arange(0, T)
-        mask_t = counted(row_args.valid, b, rows, rows < length)
+        mask_t = counted(row_args.valid, b, rows, rows < length, S)
         mask = mask_t[:, None] & (offs_d < D)[None, :]
         y = tl.load(base + (first + rows)[:, None] * x.strides[2] + at_d, mask=mask, other=0.0)
         y = y.to(tl.float32)
@@ -53,15 +54,15 @@ def _mean_partial_kernel(x, partial_ptr, row_args, n_blocks, H, S, SPEC: tl.cons
     tl.store(out + BLOCK_D, count)
 
 
-@triton.jit(do_not_specialize=["n_chunks", "H", "S"])
-def _mean_final_kernel(partial_ptr, mean_ptr, row_args, H, S, n_chunks, SPEC: tl.constexpr,
+@triton.jit(do_not_specialize=["n_chunks", "H", "S", "longest"])
+def _mean_final_kernel(partial_ptr, mean_ptr, row_args, H, S, longest, n_chunks, SPEC: tl.constexpr,
                        ROWS: tl.constexpr):
     """Combine the partial sums in a fixed order that trailing unused keys do not change."""
     D: tl.constexpr = SPEC.D
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     T: tl.constexpr = SPEC.T
     bh = tl.program_id(0).to(tl.int64)
-    _, length = sequence(bh // H, row_args.cu, row_args.length, S)
+    _, length = sequence(bh // H, row_args.cu, row_args.length, S, longest)
     offs_d = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     count = tl.zeros([BLOCK_D], tl.float32)
@@ -76,30 +77,32 @@ def _mean_final_kernel(partial_ptr, mean_ptr, row_args, H, S, n_chunks, SPEC: tl
     tl.store(mean_ptr + bh * D + offs_d, mean, mask=offs_d < D)
 
 
-@triton.jit(do_not_specialize=["n_blocks", "H", "S"])
-def _v_fp8_kernel(v, amax_ptr, data_ptr, scale_ptr, row_args, n_blocks, H, S, SPEC: tl.constexpr,
+@triton.jit(do_not_specialize=["n_blocks", "H", "S", "longest"])
+def _v_fp8_kernel(v, amax_ptr, data_ptr, scale_ptr, row_args, n_blocks, H, S, longest,
+                  SPEC: tl.constexpr,
                   ENCODE: tl.constexpr):
     """Channel maxima of V over the valid keys (ENCODE False), then E4M3 codes (True)."""
     D: tl.constexpr = SPEC.D
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     T: tl.constexpr = SPEC.T
     i_block, b, h = program_ids(n_blocks, H)
-    first, length = sequence(b, row_args.cu, row_args.length, S)
+    first, length = sequence(b, row_args.cu, row_args.length, S, longest)
     if i_block * T >= length and (not ENCODE or i_block > 0):
         return
     rows = i_block.to(tl.int64) * T + tl.arange(0, T)
-    x = load_rows(v, Strided(None, (0, 0, 0, 0)), row_args, b, h, first, rows, length, None, SPEC)
+    no_mean = Strided(None, (0, 0, 0, 0))
+    x = load_rows(v, no_mean, row_args, b, h, first, rows, length, S, None, SPEC)
     raw = abs_bits(x)
     offs_d = tl.arange(0, BLOCK_D)
     span = (b * H + h) * D + offs_d
     if ENCODE:
         amax = tl.load(amax_ptr + span, mask=offs_d < D, other=0)
-        scale = tl.div_rn(amax.to(tl.float32, bitcast=True), 448.0)
+        scale = tl.div_rn(amax.to(tl.float32, bitcast=True), constant("E4M3_MAX"))
         scale = tl.where(scale == 0.0, 1.0, scale)
         bad = raw >= 0x7F800000
         codes = encode_fp8(tl.div_rn(tl.where(bad, 0.0, x), scale[None, :] + tl.zeros_like(x)),
                            "mxfp8")
-        codes = tl.where(bad, 0x7F, codes)
+        codes = tl.where(bad, constant("E4M3_NAN"), codes)
         plane = h if row_args.cu is not None else b * H + h
         at = (plane * S + first + rows)[:, None] * D + offs_d[None, :]
         tl.store(data_ptr + at, codes.to(tl.uint8),
@@ -114,21 +117,29 @@ def _v_fp8_kernel(v, amax_ptr, data_ptr, scale_ptr, row_args, n_blocks, H, S, SP
 def launch_key_mean(k: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Mean of K (B, H, S, D) over each sequence's valid keys: (n, H, 1, D) float32."""
     _, heads, size, head_dim = k.shape
-    mean = torch.zeros(rows.n, heads, 1, head_dim, dtype=torch.float32, device=k.device)
+    mean = torch.empty(rows.n, heads, 1, head_dim, dtype=torch.float32, device=k.device)
     if k.numel() == 0 or rows.longest == 0:
-        return mean
+        return mean.zero_()
     block_d = triton.next_power_of_2(head_dim)
     n_chunks = triton.cdiv(rows.longest, MEAN_ROWS)
     shape = (rows.n * heads, n_chunks, 2, block_d)
     partial = torch.empty(shape, dtype=torch.float32, device=k.device)
-    spec = TileSpec(max(4096 // block_d, 16), head_dim, block_d)
+    spec = TileSpec(min(max(4096 // block_d, 16), MEAN_ROWS), head_dim, block_d)
     row_args = row_arguments(rows)
     _mean_partial_kernel[(n_chunks * rows.n * heads,)](
-        Strided(k, k.stride()), partial, row_args, n_chunks, heads, size, SPEC=spec, ROWS=MEAN_ROWS
+        Strided(k, k.stride()),
+        partial,
+        row_args,
+        n_chunks,
+        heads,
+        size,
+        rows.longest,
+        SPEC=spec,
+        ROWS=MEAN_ROWS,
     )
     spec = TileSpec(16, head_dim, block_d)
     _mean_final_kernel[(rows.n * heads,)](
-        partial, mean, row_args, heads, size, n_chunks, SPEC=spec, ROWS=MEAN_ROWS
+        partial, mean, row_args, heads, size, rows.longest, n_chunks, SPEC=spec, ROWS=MEAN_ROWS
     )
     return mean
 
@@ -137,9 +148,9 @@ def launch_v_fp8(v: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tenso
     """V (B, H, S, D) -> E4M3 codes uint8 of the same shape, channel scales (n, H, 1, D) float32."""
     _, heads, size, head_dim = v.shape
     codes = torch.empty(v.shape, dtype=torch.uint8, device=v.device)
-    scale = torch.ones(rows.n, heads, 1, head_dim, dtype=torch.float32, device=v.device)
+    scale = torch.empty(rows.n, heads, 1, head_dim, dtype=torch.float32, device=v.device)
     if v.numel() == 0 or rows.longest == 0:
-        return codes, scale
+        return codes, scale.fill_(1.0)
     amax = torch.zeros(rows.n, heads, head_dim, dtype=torch.int32, device=v.device)
     blocks = triton.cdiv(rows.longest, V_ROWS)
     for encode_pass in (False, True):
@@ -152,6 +163,7 @@ def launch_v_fp8(v: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tenso
             blocks,
             heads,
             size,
+            rows.longest,
             SPEC=TileSpec(V_ROWS, head_dim, triton.next_power_of_2(head_dim)),
             ENCODE=encode_pass,
             enable_fp_fusion=False,

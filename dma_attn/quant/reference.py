@@ -18,6 +18,7 @@ from ..formats import (
     E8M0_BIAS,
     E8M0_NAN,
     NVFP4_SCALE_TARGET,
+    NVFP4_SECOND_TARGET,
     PAPER_EMAX,
     PAPER_NVFP4_MIN_SCALE,
     PAPER_NVFP4_TOKEN_MAX,
@@ -165,7 +166,7 @@ def _encode_nvfp4(
 
     codes, scales, scale = candidate(E2M1_MAX)
     if rule == "mse":
-        codes_1, scales_1, scale_1 = candidate(4.0)
+        codes_1, scales_1, scale_1 = candidate(NVFP4_SECOND_TARGET)
         better = _error(codes_1, scale_1, blocks, fmt) < _error(codes, scale, blocks, fmt)
         codes = torch.where(better[..., None], codes_1, codes)
         scales = torch.where(better, scales_1, scales)

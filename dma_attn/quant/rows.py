@@ -11,7 +11,7 @@ from ..schedule import TILE
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences within an operand; all tensors are on its device.
+    """Sequences within an operand; all tensors are on its device, and kept contiguous.
 
     Attributes:
         n: Number of sequences (batch rows).
@@ -28,6 +28,12 @@ class Rows:
     length: torch.Tensor | None = None
     valid: torch.Tensor | None = None
     offset: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("cu", "length", "valid", "offset"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                object.__setattr__(self, name, tensor.contiguous())
 
     def n_tiles(self, rows: int) -> int:
         """Entries to allocate for one value per tile of 128 rows."""

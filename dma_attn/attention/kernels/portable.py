@@ -15,7 +15,6 @@ cores; FP8 is decoded by integer arithmetic, so sm_80 runs every format.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +22,11 @@ import triton
 import triton.language as tl
 
 from ...device import interpreting, shared_memory_limit
-from ...quant.jit import common_keys, decode_e4m3, item, key_ranges, sequence
+from ...formats import LOG2_E
+from ...quant.jit import common_keys, constant, decode_e4m3, item, key_ranges, sequence
 from ...quant.kernels import Strided, quantised, row_arguments, strided
 from ...quant.rows import Rows
+from ...schedule import TILE
 from ..prepare import has_high, operand_span, query_copies
 from ..types import CallOptions, PreparedKV, mask_floor, needs_shift
 from .tiles import (
@@ -38,8 +39,6 @@ from .tiles import (
     round_e4m3,
 )
 from .tuning import portable_tiles
-
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid, mask, mask_m, mask_rows, window,
-          SPEC: tl.constexpr):
+def _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask, mask_m, mask_rows,
+          window, SPEC: tl.constexpr):
     """Scores with hidden keys at -inf; a block that every row sees whole needs no comparison."""
     if mask.ptr is not None:
         at = mask_rows[:, None] + pos_n.to(tl.int64)[None, :] * mask.strides[3]
@@ -91,9 +90,9 @@ def _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid, mask, mask_m, ma
             scores = tl.where(bias, scores, float("-inf"))
         else:
             bias = bias.to(tl.float32)
-            shifted = scores + bias * 1.4426950408889634
+            shifted = scores + bias * constant("LOG2_E")
             scores = tl.where(bias > SPEC.MASK_FLOOR, shifted, float("-inf"))
-    if valid.ptr is not None or (start_n < common[0] or start_n + SPEC.BLOCK_N > common[1]):
+    if valid_ptr is not None or (start_n < common[0] or start_n + SPEC.BLOCK_N > common[1]):
         visible = mask_n[None, :]
         if SPEC.CAUSAL:
             visible = visible & (pos_n[None, :] <= pos_m[:, None])
@@ -116,7 +115,7 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
     q, q_base, q_raw_row, q_row, q_tile, q_span, pos_m, mask_m = queries
     k, k_base, k_row0, k_tile0, k_span = keys
     v, v_base, v_scale_ptr = values
-    valid, valid_row, mask, mask_rows = masks
+    valid_ptr, valid_row, mask, mask_rows = masks
     lo, gap_lo, gap_hi, hi = ranges
     common, seen_lo, seen_hi = bounds
     FORMAT: tl.constexpr = item(CLASS, 0)
@@ -135,9 +134,9 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
         start_n = key_block(i, lo, gap_lo, gap_hi, N)
         pos_n = start_n + tl.arange(0, N)
         mask_n = (pos_n >= seen_lo) & (pos_n < seen_hi)
-        if valid.ptr is not None:
-            at = valid_row + pos_n.to(tl.int64) * valid.strides[1]
-            mask_n = mask_n & (tl.load(valid.ptr + at, mask=mask_n, other=0) != 0)
+        if valid_ptr is not None:
+            seen = tl.load(valid_ptr + valid_row + pos_n, mask=mask_n, other=0)
+            mask_n = mask_n & (seen != 0)
         row_n = k_row0 + pos_n.to(tl.int64)
         # Scores, in base 2
         if FORMAT == "none":
@@ -152,7 +151,7 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
             scores = scores * k_scale[None, :]
         if FORMAT == "none":
             scores = scores - shift[:, None]
-        scores = _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid, mask, mask_m,
+        scores = _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask, mask_m,
                        mask_rows, window, SPEC)
         # Online softmax
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -165,16 +164,17 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
         v_tile = load_raw(v, v_base, row_n, mask_n, DV, BLOCK_DV)
         if v_scale_ptr is not None:
             v_tile = decode_e4m3(v_tile.to(tl.int32)).to(tl.bfloat16)
-            p = round_e4m3(p * 256.0)
+            p = round_e4m3(p * constant("P_FP8_SCALE"))
         acc = _dot(p.to(v_tile.dtype), v_tile, acc, UPCAST)
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["n_blocks", "H_Q", "GROUP", "S_Q", "S_KV", "q_tiles", "k_tiles",
-                               "window", "diag", "sink"])
+@triton.jit(do_not_specialize=["mask", "n_blocks", "H_Q", "GROUP", "S_Q", "S_KV", "longest_q",
+                               "longest_k", "q_tiles", "k_tiles", "window", "diag", "sink"])
 def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, v_scale_ptr, mean_ptr,
-                     mask, cu_q_ptr, row_args, start_ptr, n_blocks, H_Q, GROUP, S_Q, S_KV, q_tiles,
-                     k_tiles, scale, quantised_scale, window, diag, sink, SPEC: tl.constexpr):
+                     mask, cu_q_ptr, row_args, start_ptr, n_blocks, H_Q, GROUP, S_Q, S_KV,
+                     longest_q, longest_k, q_tiles, k_tiles, scale, quantised_scale, window, diag,
+                     sink, SPEC: tl.constexpr):
     D: tl.constexpr = SPEC.D
     DV: tl.constexpr = SPEC.DV
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
@@ -188,8 +188,8 @@ def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, v_scal
     h = bh % H_Q
     h_kv = h // GROUP
     k_span = b * (H_Q // GROUP) + h_kv
-    first_q, n_q = sequence(b, cu_q_ptr, None, S_Q)
-    first_k, kv_len = sequence(b, row_args.cu, row_args.length, S_KV)
+    first_q, n_q = sequence(b, cu_q_ptr, None, S_Q, longest_q)
+    first_k, kv_len = sequence(b, row_args.cu, row_args.length, S_KV, longest_k)
     offset = kv_len - n_q
     if SPEC.TOP_LEFT:
         offset = 0
@@ -198,7 +198,6 @@ def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, v_scal
     q_hi = tl.minimum(pos_0 + BLOCK_M, offset + n_q)
     if q_lo >= q_hi:
         return
-    valid = row_args.valid
     start = 0
     if start_ptr is not None:
         start = tl.load(start_ptr + b)
@@ -235,7 +234,7 @@ def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, v_scal
     keys = (k, k_base, k_row0, k_tile0, k_span)
     values = (v, v_base, v_scale_ptr)
     mask_rows = b * mask.strides[0] + h * mask.strides[1] + i_q * mask.strides[2]
-    masks = (valid, b * valid.strides[0], mask, mask_rows)
+    masks = (row_args.valid, b * S_KV, mask, mask_rows)
     # q . mean_k: in the LSE, and in scores of raw K
     shift = tl.zeros([BLOCK_M], tl.float32)
     if mean_ptr is not None:
@@ -260,17 +259,18 @@ def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, v_scal
         k_low, scale if item(LOW, 0) == "none" else quantised_scale, shift, window, SPEC, LOW)
     # Store
     offs_dv = tl.arange(0, BLOCK_DV)
-    acc = acc * tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)[:, None]
+    blind = row_sum == 0.0  # rows without a visible key: 0 and -inf, whatever q and V hold
+    acc = tl.where(blind[:, None], 0.0, acc * (1.0 / row_sum)[:, None])
     if v_scale_ptr is not None:
         v_scale = tl.load(v_scale_ptr + k_span * DV + offs_dv, mask=offs_dv < DV,
                           other=0.0)
-        acc = acc * (v_scale[None, :] * 0.00390625)
+        acc = acc * (v_scale[None, :] * (1.0 / constant("P_FP8_SCALE")))
     at = (first_q + i_q)[:, None] * out.strides[2] + offs_dv.to(tl.int64)[None, :] * out.strides[3]
     tl.store(out.ptr + batch * out.strides[0] + h * out.strides[1] + at,
              acc.to(out.ptr.dtype.element_ty), mask=mask_m[:, None] & (offs_dv < DV)[None, :])
     if lse_ptr is not None:
-        lse = (row_max + tl.math.log2(row_sum) + shift) * 0.6931471805599453
-        tl.store(lse_ptr + q_row, lse, mask=mask_m)
+        lse = (row_max + tl.math.log2(row_sum) + shift) * constant("LN_2")
+        tl.store(lse_ptr + q_row, tl.where(blind, float("-inf"), lse), mask=mask_m)
 
 
 def launch(
@@ -303,6 +303,7 @@ def launch(
     )
     n_blocks = triton.cdiv(call.longest_q, tiles.block_m) + 1
     mask = call.mask
+    widest = TILE * triton.cdiv(call.longest_q + kv.rows.longest + TILE, TILE)  # all of the matrix
     scale = call.scale * LOG2_E
     spec = Spec(
         D=head_dim,
@@ -330,7 +331,7 @@ def launch(
         quantised(kv.high),
         quantised(kv.low),
         kv.v_scale,
-        kv.mean if needs_shift(kv, call.return_lse) else None,
+        kv.mean if needs_shift(kv, lse is not None) else None,
         strided(mask, 4),
         call.cu_q,
         row_arguments(kv.rows),
@@ -340,13 +341,15 @@ def launch(
         heads // kv_heads,
         n_q,
         n_kv,
+        call.longest_q,
+        kv.rows.longest,
         q_rows.n_tiles(n_q),
         kv.rows.n_tiles(n_kv),
         scale,
         1.0 if kv.config.folds_scale else scale,
-        call.window,
-        config.diag,
-        config.sink,
+        min(call.window, widest),
+        min(int(config.diag), widest),
+        min(config.sink, widest),
         SPEC=spec,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
