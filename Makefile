@@ -53,7 +53,8 @@ test: $(STAMP) ## run all tests that this machine can run
 	echo "tests/ without the Triton interpreter"; \
 	env -u TRITON_INTERPRET $(PYTEST) $(PYTEST_ARGS) --ignore=tests/interpreter tests || status=1; \
 	echo "tests/interpreter under the Triton interpreter"; \
-	TRITON_INTERPRET=1 $(PYTEST) $(PYTEST_ARGS) tests/interpreter || status=1; \
+	TRITON_INTERPRET=1 $(PYTEST) $(PYTEST_ARGS) tests/interpreter tests/test_attention_edges.py \
+	  || status=1; \
 	exit $$status
 
 lint: $(STAMP) ## ruff and mypy

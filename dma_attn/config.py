@@ -56,8 +56,8 @@ class DMAConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "high", get_format(self.high).name)
-        object.__setattr__(self, "low", get_format(self.low).name)
+        object.__setattr__(self, "high", get_format(self.high, "high").name)
+        object.__setattr__(self, "low", get_format(self.low, "low").name)
         check_choice("scale_rule", self.scale_rule, SCALE_RULES)
         check_choice("granularity", self.granularity, GRANULARITIES)
         check_choice("pv", self.pv, ("fp16", "fp8"))
@@ -116,6 +116,8 @@ class DMAConfig:
             if not sep or name not in valid:
                 raise ValueError(f"config: expected field=value with a field of {valid}, "
                                  f"got {change!r}")
+            if name in values:
+                raise ValueError(f"config: expected each field once, got {name} twice in {text!r}")
             values[name] = _parse_value(name, raw, getattr(config, name))
         return replace(config, **values)
 
@@ -128,12 +130,13 @@ class DMAConfig:
         return asdict(self)
 
     def __str__(self) -> str:
-        """A short label: the preset it equals, or the fields that differ from the default."""
+        """A label that `parse` reads: the preset it equals, or what differs from "default"."""
         for name in self.PRESETS:
             if self == self.preset(name):
                 return name
         base = DMAConfig().to_dict()
-        return ",".join(f"{k}={v}" for k, v in self.to_dict().items() if v != base[k])
+        changes = [f"{k}={v}" for k, v in self.to_dict().items() if v != base[k]]
+        return ",".join(["default", *changes]).replace("=False", "=false")
 
     @property
     def high_format(self) -> BlockFormat:

@@ -112,18 +112,18 @@ SCALE_RULES = ("auto", "floor", "rceil", "even", "mse", "amax", "paper")
 GRANULARITIES = _ALL
 
 
-def get_format(name: str) -> BlockFormat:
-    """Look a format up by name or alias.
+def get_format(name: str, argument: str = "format") -> BlockFormat:
+    """Look a format up by name or alias; errors name `argument`.
 
     Raises:
         TypeError: `name` is not a string.
         ValueError: unknown name; the message lists the valid ones.
     """
     if not isinstance(name, str):
-        raise TypeError(f"format: expected a name, got {type(name).__name__}")
+        raise TypeError(f"{argument}: expected a name, got {type(name).__name__}")
     fmt = FORMATS.get(ALIASES.get(name, name))
     if fmt is None:
-        raise ValueError(f"format: expected one of {[*FORMATS, *ALIASES]}, got {name!r}")
+        raise ValueError(f"{argument}: expected one of {[*FORMATS, *ALIASES]}, got {name!r}")
     return fmt
 
 

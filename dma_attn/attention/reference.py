@@ -30,6 +30,8 @@ def attend(
 ) -> torch.Tensor | None:
     """Fill out (B, H_q, S_q, Dv) and return the LSE (B, H_q, S_q) float32 if asked for."""
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
+    if q.numel() == 0:
+        return lse if call.return_lse else None
     # float32 products stay float32, and a mask that requires grad starts no graph
     with torch.autocast(q.device.type, enabled=False), torch.no_grad():
         for b in range(q.shape[0]):

@@ -74,7 +74,7 @@ def quantize_pair(
     Raises:
         TypeError, ValueError: As for `quantize`; a mean of another dtype or shape.
     """
-    formats = (get_format(high), get_format(low))
+    formats = (get_format(high, "high"), get_format(low, "low"))
     check_choice("scale_rule", scale_rule, SCALE_RULES)
     check_choice("granularity", granularity, GRANULARITIES)
     _check_input(x, formats)

@@ -22,7 +22,8 @@ import triton.language as tl
 from ..device import device_guard
 from ..formats import BlockFormat
 from ..schedule import TILE
-from .jit import abs_bits, bits, block, encode, hadamard, item, scale_kind, sequence
+from .encode import encode
+from .jit import abs_bits, bits, block, hadamard, item, scale_kind, sequence
 from .rows import Rows
 from .tensor import BlockScaledTensor
 
