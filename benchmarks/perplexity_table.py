@@ -65,7 +65,7 @@ ROWS = {
     "low-mxfp4": Row("default,low=mxfp4", {2048: 11.840, 8192: 10.224}),
     "diag-512": Row("default,diag=512", {2048: 11.634, 8192: 9.996}),
     "low-mxfp4-pv-fp8": Row("default,low=mxfp4,pv=fp8", {2048: 11.871, 8192: 10.255}),
-    "high-none": Row("default,high=none", {8192: 9.989}),
+    "default,high=none": Row("default,high=none", {8192: 9.989}),
     "int8": Row("default,high=int8,low=int8", {8192: 9.869}),
     "int8-pv-fp8": Row("default,high=int8,low=int8,pv=fp8", {8192: 9.875}),
     "int8-plain": Row(f"default,high=int8,low=int8,{PLAIN}", {8192: 9.877}),

@@ -1,27 +1,37 @@
 """The command line: `dma-attn info`, `dma-attn demo` and `dma-attn generate`.
 
-Commands are thin, and import torch, transformers and matplotlib only when they run. A wrong command
-line ends with exit code 2, a failure with 1, each with one line on stderr; `--debug` shows the
-traceback.
+Commands are thin, and import torch, transformers and matplotlib only when they run: at the top of
+this file, an interrupt would end in a traceback. A wrong command line or value ends with exit code
+2, a failure with 1, Ctrl-C with 130, each with one line on stderr; `--debug` shows the traceback.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 try:
     import typer
 except ModuleNotFoundError:
     raise SystemExit(
-        "dma-attn: error: the command line needs typer: run `pip install 'dma-attn[cli,hf]'`"
+        "dma-attn: error: the command line needs typer: from the checkout, run "
+        "`pip install '.[hf,cli]'`"
     ) from None
+except KeyboardInterrupt:
+    print("dma-attn: error: interrupted", file=sys.stderr)
+    raise SystemExit(130) from None
 
 if TYPE_CHECKING:
     from .config import DMAConfig
+    from .evaluation.errors import SettingError
 
 app = typer.Typer(
     add_completion=False,
@@ -50,6 +60,8 @@ _MODEL_HELP = (
 )
 _CONFIG_HELP = "A preset, then changes: 'default,high=none,diag=512'."
 
+_REMEDY = "from the checkout, run `pip install '.[hf,cli]'`"
+
 ModelOption = Annotated[str | None, typer.Option("--model", help=_MODEL_HELP)]
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where to run.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -59,16 +71,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Never raises for a user's mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
+    interrupts: list[int] = []
     try:
-        code = app(arguments, prog_name="dma-attn", standalone_mode=False)
+        with _recorded_interrupts(interrupts):
+            code = app(arguments, prog_name="dma-attn", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
-        usage = getattr(error, "format_message", None)  # a wrong command line, found by typer
-        if debug and usage is None:
+        if interrupts:
+            _complain("interrupted")
+            return INTERRUPTED
+        usage = _as_usage(error)
+        if debug and usage is not error:
             raise
-        _complain(usage() if usage is not None else _describe(error))
-        return int(getattr(error, "exit_code", 1))
+        _complain(usage.format_message() if usage is not None else _describe(error))
+        return usage.exit_code if usage is not None else 1
     if code == INTERRUPTED:
         _complain("interrupted")
     return code if isinstance(code, int) else 0
@@ -137,13 +154,14 @@ def demo(
 
     Example: dma-attn demo --tokens 2048 --windows 8 --config default,diag=512
     """
-    extra = {given: _config(given) for given in config or []}
+    extra = [_config(given) for given in config or []]
     from rich.console import Console
 
     from .evaluation.demo import DemoSettings, run_demo
     from .report.console import perplexity_table, progress_stages
     from .report.writer import write_report
 
+    _make_folder(out)  # one that cannot be written fails before the work
     settings = DemoSettings(
         model=_model(model),
         tokens=tokens,
@@ -152,8 +170,8 @@ def demo(
         text=None if text is None else str(text),
         extra=extra,
     )
-    out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be written fails before the work
     console = Console()
+    _quiet_imports()
     with progress_stages() as stage:
         results = run_demo(settings, stage)
     page = write_report(results, out)
@@ -170,7 +188,10 @@ def demo(
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask the model.")],
     model: ModelOption = None,
-    config: Annotated[str, typer.Option("--config", help=_CONFIG_HELP)] = "default",
+    config: Annotated[
+        list[str] | None,
+        typer.Option("--config", metavar="<str>", help=f"{_CONFIG_HELP}  [default: default]"),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Length of the answer, in tokens.")
     ] = 128,
@@ -181,22 +202,35 @@ def generate(
     """Answer a chat prompt greedily with DMA attention.
 
     Example: dma-attn generate "What is a diagonal matrix?" --compare
+
+    DMA reads the prompt; decode steps (calls of up to 16 queries) use 16-bit attention in the
+    transformers adapter for now. With the default configuration, low-precision tiles only appear in
+    prompts longer than 256 tokens: shorter ones are read in the high precision alone.
     """
-    chosen = _config(config)
+    if config and len(config) > 1:
+        raise typer.BadParameter(
+            f"expected one configuration, got {len(config)}; join changes by commas, as in "
+            "default,high=none,diag=512",
+            param_hint="--config",
+        )
+    chosen = _config(config[0] if config else "default")
     from rich.console import Console
 
-    from .evaluation.generate import generate_answer, shared_prefix
+    from .evaluation.generate import check_prompt, generate_answer, shared_prefix
     from .evaluation.models import load_model
     from .report.console import progress_stages
 
+    check_prompt(prompt)
+    place = _device(device)
     console = Console()
-    labels: dict[str, DMAConfig | None] = {f"DMA, {config}": chosen}
+    _quiet_imports()
+    labels: dict[str, DMAConfig | None] = {f"DMA, {chosen}": chosen}
     if compare:
         labels = {"native": None, **labels}
     answers = []
     with progress_stages() as stage:
         report = stage("loading the model", 1)
-        loaded = load_model(_model(model), device=_device(device))
+        loaded = load_model(_model(model), device=place)
         report(1, 1)
         report = stage("answering", len(labels))
         for attention in labels.values():
@@ -220,16 +254,53 @@ def generate(
         )
 
 
+@contextmanager
+def _recorded_interrupts(seen: list[int]) -> Iterator[None]:
+    """Append each Ctrl-C to `seen`, then raise KeyboardInterrupt as usual.
+
+    torch's compiled start-up swallows an interrupt and fails later with an error of another type.
+    """
+
+    def interrupt(number: int, _frame: object) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _complain(message: str) -> None:
     """Print one line on stderr."""
     line = " ".join(part.strip() for part in message.splitlines() if part.strip())
     print(f"dma-attn: error: {line}", file=sys.stderr)
 
 
+def _as_usage(error: Exception) -> typer.BadParameter | None:
+    """The error as one of the command line, when it is typer's own or a setting's."""
+    if hasattr(error, "format_message"):
+        return cast("typer.BadParameter", error)
+    settings: tuple[str, ...] = getattr(error, "settings", ())
+    if not settings:
+        return None
+    names = " / ".join(_option(name) for name in settings)
+    return typer.BadParameter(cast("SettingError", error).problem, param_hint=names)
+
+
+def _option(setting: str) -> str:
+    return "PROMPT" if setting == "prompt" else "--" + setting.replace("_", "-")
+
+
 def _describe(error: Exception) -> str:
     """One line for an error: its own first line, with the type where that explains it."""
     if isinstance(error, ModuleNotFoundError):
-        return f"{error}: run `pip install 'dma-attn[cli,hf]'`"
+        return f"{error}: {_REMEDY}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -247,6 +318,28 @@ def _config(text: str) -> DMAConfig:
         raise typer.BadParameter(str(error), param_hint="--config") from error
 
 
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "not writable"
+    except OSError as error:
+        problem = error.strerror or type(error).__name__
+    if problem:
+        raise typer.BadParameter(
+            f"expected a folder that can be written, got {folder} ({problem})", param_hint="--out"
+        )
+
+
+def _quiet_imports() -> None:
+    """Silence what transformers' import of torchao logs, where torchao is installed.
+
+    torchao lists compiled parts built for other machines and uses a deprecated torch call; neither
+    matters here.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def _model(name: str | None) -> str:
     from .evaluation.models import BUILT_IN
 
@@ -257,7 +350,9 @@ def _device(device: Device) -> str:
     import torch
 
     if device is Device.cuda and not torch.cuda.is_available():
-        raise RuntimeError("--device cuda: torch sees no CUDA device here; use --device cpu")
+        raise typer.BadParameter(
+            "torch sees no CUDA device here; use --device cpu", param_hint="--device"
+        )
     if device is not Device.auto:
         return device.value
     from .device import device_status

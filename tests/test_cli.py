@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +89,9 @@ def test_info(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate"], ["prompt"]),
         (["generate", "hi", "--config", "default,colour=red"], ["--config", "colour", "diag"]),
         (["generate", "hi", "--max-new-tokens", "0"], ["--max-new-tokens", "1"]),
+        (["generate", "hi", "--config", "off", "--config", "paper"], ["--config", "one", "2"]),
+        (["generate", "  "], ["PROMPT", "empty"]),
+        (["demo", "--text", "no.txt"], ["--text", "no.txt"]),
     ],
     ids=lambda value: "-".join(value[:3]) if value and value[0] in ("demo", "generate") else None,
 )
@@ -100,6 +105,24 @@ def test_missing_model(capsys: Capture, tmp_path: Path) -> None:
     name = str(tmp_path / "nothing")
     code, line = fail(capsys, "generate", "hi", "--model", name)
     assert code == 1 and name in line
+    code, line = fail(capsys, "generate", "hi", "--model", "./nodir")
+    assert code == 1 and "no such folder: ./nodir" in line
+    Path("empty").mkdir()
+    code, line = fail(capsys, "generate", "hi", "--model", "./empty")
+    assert code == 1 and "'./empty'" in line and "config.json" in line
+
+
+def test_bad_text_fails_before_the_model_loads(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "dma_attn.evaluation.demo.load_model", lambda *_a, **_o: pytest.fail("loaded")
+    )
+    Path("bad.txt").write_bytes(b"abc\xff")
+    Path("empty.txt").write_text(" ")
+    for name, word in (("bad.txt", "UTF-8"), ("empty.txt", "empty"), ("no.txt", "No such file")):
+        code, line = fail(capsys, "demo", "--text", name)
+        assert code == 2 and "--text" in line and name in line and word in line
 
 
 def test_text_too_short(capsys: Capture, folder: str, tmp_path: Path) -> None:
@@ -108,27 +131,31 @@ def test_text_too_short(capsys: Capture, folder: str, tmp_path: Path) -> None:
     code, line = fail(
         capsys, "demo", "--model", folder, "--text", str(tmp_path / "short.txt"), "--out", out
     )
-    assert code == 1 and "got one of 9" in line
-    code, line = fail(capsys, "demo", "--model", folder, "--text", str(tmp_path / "no.txt"))
-    assert code == 1 and "no.txt" in line
+    assert code == 2 and "got one of 9" in line
+    assert all(option in line for option in ("--tokens", "--windows", "--text"))
 
 
 def test_window_longer_than_the_model(capsys: Capture, folder: str, tmp_path: Path) -> None:
     out = str(tmp_path / "report")
     code, line = fail(capsys, "demo", "--model", folder, "--tokens", "4096", "--out", out)
-    assert code == 1 and "1024 positions, got 4096" in line
+    assert code == 2 and "--tokens" in line and "1024 positions, got 4096" in line
+
+
+def test_answer_longer_than_the_model(capsys: Capture, folder: str) -> None:
+    code, line = fail(capsys, "generate", "hi", "--model", folder, "--max-new-tokens", "1024")
+    assert code == 2 and "--max-new-tokens" in line and "1024 tokens" in line
 
 
 def test_report_folder_that_is_a_file(capsys: Capture, folder: str, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     code, line = fail(capsys, "demo", "--model", folder, "--out", str(tmp_path / "taken"))
-    assert code == 1 and "taken" in line
+    assert code == 2 and "--out" in line and "taken" in line
 
 
 def test_cuda_without_a_gpu(capsys: Capture, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, line = fail(capsys, "generate", "hi", "--model", folder, "--device", "cuda")
-    assert code == 1 and "CUDA" in line
+    assert code == 2 and "--device" in line and "CUDA" in line
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -145,13 +172,28 @@ def test_interrupt_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch)
     assert (code, line) == (130, "interrupted")
 
 
+def test_interrupt_that_an_import_swallows(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def swallow(*_args: object, **_options: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("half imported")
+
+    monkeypatch.setattr("dma_attn.evaluation.models.load_model", swallow)
+    code, line = fail(capsys, "generate", "hi")
+    assert (code, line) == (130, "interrupted")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_demo_on_a_tiny_model(
     capsys: Capture, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     out = tmp_path / "dma-report"
     size = ["--tokens", "300", "--windows", "2"]
-    extra = ["--config", "default,diag=256", "--config", "off"]
+    extra = ["--config", "default,diag=256,rotate=false", "--config", "off", "--config", "off"]
+    extra += ["--config", "default,high=none", "--config", "default,diag=128"]  # both standard
     assert main(["demo", "--model", folder, *size, *extra, "--out", str(out)]) == 0
     captured = capsys.readouterr()
     assert "report.html" in captured.out and "Traceback" not in captured.err
@@ -160,13 +202,15 @@ def test_demo_on_a_tiny_model(
         "native",
         "paper",
         "default",
-        "high-none",
+        "default,high=none",
         "nvfp4",
         "mxfp8",
         "hopper",
-        "default,diag=256",
+        "default,diag=256,rotate=false",
         "off",
     ]
+    assert all(DMAConfig.parse(label) for label in list(found["perplexity"])[1:])
+    assert not any(word in captured.err for word in ("torchao", "_pytree"))
     values = {label: row["value"] for label, row in found["perplexity"].items()}
     assert values["off"] == pytest.approx(values["native"], rel=1e-4)
     assert all(value > 1 for value in values.values())
@@ -182,6 +226,16 @@ def test_generate_compares(capsys: Capture, folder: str) -> None:
     assert "[native]" in text and "[DMA, off]" in text and "first 5 tokens agree" in text
     assert main(command) == 0
     assert "[native]" not in capsys.readouterr().out
+
+
+def test_help_of_generate_says_what_dma_reads(capsys: Capture) -> None:
+    from dma_attn.integrations.transformers import DECODE_MAX_QUERIES
+    from dma_attn.report.figures import high_share
+
+    assert main(["generate", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"up to {DECODE_MAX_QUERIES} queries" in text and "longer than 256 tokens" in text
+    assert high_share(256, DMAConfig()) == 1 > high_share(257, DMAConfig())
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:

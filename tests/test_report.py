@@ -13,14 +13,16 @@ import torch
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
+pytest.importorskip("transformers")
 
 from dma_attn import DMAConfig
 from dma_attn.evaluation.demo import DemoResults, DemoSettings, standard_configs
 from dma_attn.evaluation.generate import Answer
 from dma_attn.evaluation.layer_error import AttentionMap, LayerError, LayerErrorResult
 from dma_attn.evaluation.perplexity import PerplexityResult
+from dma_attn.integrations.transformers import DECODE_MAX_QUERIES
 from dma_attn.report import figures
-from dma_attn.report.results import change_percent, results_dict, write_json
+from dma_attn.report.results import change_percent, results_dict, signed_percent, write_json
 from dma_attn.report.writer import write_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -99,14 +101,18 @@ def test_page_states_the_measured_numbers(tmp_path: Path) -> None:
     for label, result in results.perplexity.items():
         assert label in text and f"{result.value:.3f}" in text
     change, error = change_percent(results.perplexity["default"], results.perplexity["native"])
-    assert f"{change:+.2f}%" in text and f"{error:.2f}%" in text
+    assert text.count(f"{change:+.2f}% ± {error:.2f}%") == 1
     assert "The first\n2 tokens agree" in text
+    assert "70% of the tiles are precise in a window of\n512 tokens" in text
+    assert "6.1% at 8192 tokens" in text and "longer than 256 tokens" in text
+    assert "The question is 30 tokens long, and 100% of its tiles are precise" in text
+    assert f"up to {DECODE_MAX_QUERIES} queries" in text
 
 
 def test_results_json(tmp_path: Path) -> None:
     write_report(sample(), tmp_path)
     found = strict_json(tmp_path / "results.json")
-    labels = ["native", "paper", "default", "high-none", "nvfp4", "mxfp8", "hopper"]
+    labels = ["native", "paper", "default", "default,high=none", "nvfp4", "mxfp8", "hopper"]
     assert list(found["perplexity"])[:7] == labels
     assert found["perplexity"]["native"]["value"] == pytest.approx(math.exp(2.1))
     assert (
@@ -148,6 +154,37 @@ def test_change_and_its_standard_error() -> None:
     assert change_percent(perplexity(1.0), perplexity(1.0)) == (0.0, None)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (1.234, 0.5, "+1.23% ± 0.50%"),
+        (-0.126, None, "\N{MINUS SIGN}0.13%"),
+        (-0.001, 0.04, "0.00% ± 0.04%"),
+        (0.0, None, "0.00%"),
+        (math.nan, math.nan, "not finite"),
+        (None, None, "not finite"),
+    ],
+)
+def test_changes_as_text(change: float | None, error: float | None, text: str) -> None:
+    assert signed_percent(change, error) == text
+
+
+def test_whiskers_are_inside_the_axes() -> None:
+    changes = {"a": (-0.5, 0.4), "b": (0.05, 0.6), "c": (1.0, 0.2)}
+    values = dict.fromkeys([*changes, "native"], 10.0)
+    colours = figures.config_colours(changes)
+    axes = figures._perplexity_figure(changes, values, "native", colours).axes[0]
+    low, high = axes.get_xlim()
+    assert low < -0.9 and high > 1.2
+    assert "10.000  (\N{MINUS SIGN}0.50% ± 0.40%)" in [text.get_text() for text in axes.texts]
+
+
+def test_a_configuration_keeps_its_colour() -> None:
+    some = figures.config_colours(["paper", "default", "nvfp4"])
+    more = figures.config_colours(["default", "nvfp4", "paper", *map(str, range(9))])
+    assert some == {label: more[label] for label in some} and len(set(some.values())) == 3
+
+
 def test_one_window_has_no_error(tmp_path: Path) -> None:
     results = sample()
     single = {label: perplexity(2.0) for label in results.perplexity}
@@ -184,9 +221,10 @@ def test_high_shares() -> None:
 
 def test_figures_take_odd_values() -> None:
     zero = (LayerError(0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),)
-    assert figures.layer_error_lines({"off": zero}).startswith(PNG)
+    assert figures.layer_error_lines({"off": zero}, {"off": "#009E73"}).startswith(PNG)
     changes = {"better": (-3.0, None), "huge": (1e6, 10.0), "broken": (math.nan, math.nan)}
     values = {"native": 10.0, "better": 9.7, "huge": 1e5, "broken": math.nan}
-    assert figures.perplexity_bars(changes, values, "native").startswith(PNG)
+    colours = figures.config_colours(changes)
+    assert figures.perplexity_bars(changes, values, "native", colours).startswith(PNG)
     small = AttentionMap(0, 0, 5, 1, torch.eye(5))
     assert figures.precision_map(small, DMAConfig(diag="full")).startswith(PNG)

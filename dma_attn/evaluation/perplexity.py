@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from .errors import SettingError
 from .text import windows
 
 Progress = Callable[[int, int], None]
@@ -52,13 +53,15 @@ def evaluate_perplexity(
         progress: Called with (windows done, windows in all).
 
     Raises:
-        ValueError: a text that is too short, or a window longer than the model's positions.
+        SettingError: a text that is too short, or a window longer than the model's positions.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit and window > limit:
-        raise ValueError(f"window: expected at most the model's {limit} positions, got {window}")
+        raise SettingError(
+            f"expected a window of at most the model's {limit} positions, got {window}", "tokens"
+        )
     ids = windows(token_ids, window, n_windows).to(model.device)
     start = time.perf_counter()
     token_nll = _token_nll_from_hidden if _has_plain_head(model) else _token_nll_from_logits

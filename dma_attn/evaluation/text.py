@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .errors import SettingError
+
 
 def python_topics() -> str:
     """The texts of `pydoc_data.topics`, sorted by name and joined by newlines.
@@ -23,13 +25,21 @@ def read_text(path: str | Path | None = None) -> str:
     """The text of a UTF-8 file, or `python_topics()` for None.
 
     Raises:
-        OSError, ValueError: the file cannot be read, is not UTF-8 or is empty.
+        SettingError: the file cannot be read, is not UTF-8 or is empty; the message has its name.
     """
     if path is None:
         return python_topics()
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise SettingError(f"cannot read {path}: {reason}", "text") from error
+    except UnicodeDecodeError as error:
+        raise SettingError(
+            f"expected a UTF-8 text file, got {path}, whose byte {error.start} is not UTF-8", "text"
+        ) from error
     if not text.strip():
-        raise ValueError(f"text: expected a file with text in it, got an empty file: {path}")
+        raise SettingError(f"expected a file with text in it, got an empty file: {path}", "text")
     return text
 
 
@@ -45,7 +55,8 @@ def windows(ids: torch.Tensor, length: int, count: int) -> torch.Tensor:
     Every configuration is measured on these same windows.
 
     Raises:
-        ValueError: `ids` is not one-dimensional or too short, or a size is too small.
+        ValueError: `ids` is not one-dimensional, or a size is too small.
+        SettingError: `ids` is too short.
     """
     if ids.ndim != 1:
         raise ValueError(f"ids: expected one dimension, got shape {tuple(ids.shape)}")
@@ -54,8 +65,11 @@ def windows(ids: torch.Tensor, length: int, count: int) -> torch.Tensor:
             f"windows: expected length >= 2 and count >= 1, got length={length}, count={count}"
         )
     if length * count > ids.numel():
-        raise ValueError(
-            f"windows: expected a text of at least {count} x {length} = {count * length} tokens, "
-            f"got one of {ids.numel()}"
+        raise SettingError(
+            f"expected a text of at least {count} windows x {length} tokens = {count * length} "
+            f"tokens, got one of {ids.numel()}",
+            "tokens",
+            "windows",
+            "text",
         )
     return ids[: length * count].view(count, length)

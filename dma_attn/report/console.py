@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..evaluation.demo import NATIVE, DemoResults
-from .results import change_percent
+from .results import change_percent, signed_percent
 
 Report = Callable[[int, int], None]
 
@@ -52,7 +52,7 @@ def perplexity_table(results: DemoResults) -> Table:
         table.add_row(
             label,
             f"{result.value:.3f}",
-            "" if label == NATIVE else f"{change:+.2f}%",
+            "" if label == NATIVE else signed_percent(change),
             "" if label == NATIVE or error is None else f"{error:.2f}%",
             style="bold" if label == "default" else None,
         )

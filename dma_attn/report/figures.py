@@ -7,8 +7,9 @@ readable at the width of a phone.
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,64 +21,90 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLo
 from ..config import DMAConfig
 from ..evaluation.layer_error import AttentionMap, LayerError
 from ..schedule import TILE, is_high
+from .results import signed_percent
 
-# Okabe and Ito's palette: told apart by colour-blind readers and in grey print.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
+# Okabe and Ito's palette and two more: told apart by colour-blind readers and in grey print.
+_OWN_COLOURS = {"default": "#0072B2", "paper": "#D55E00"}
+_COLOURS = ("#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444", "#8A5A2B", "#999999")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DIAGONAL, _SINK, _LOW = "#0072B2", "#E69F00", "#7A7A7A"
 _WIDTH = 6.0
 
 
+def config_colours(labels: Iterable[str]) -> dict[str, str]:
+    """One colour a configuration, for all figures; "default" and "paper" always have their own."""
+    others = itertools.cycle(_COLOURS)
+    return {label: _OWN_COLOURS.get(label) or next(others) for label in labels}
+
+
 def perplexity_bars(
-    changes: Mapping[str, tuple[float, float | None]], values: Mapping[str, float], native: str
+    changes: Mapping[str, tuple[float, float | None]],
+    values: Mapping[str, float],
+    native: str,
+    colours: Mapping[str, str],
 ) -> bytes:
     """Change of perplexity against native, in percent, one bar a configuration.
 
     Args:
         changes: Label to (change in percent, its standard error or None), native left out.
         values: Label to perplexity, native too.
+        colours: What `config_colours` gives for the labels.
     """
+    return _png(_perplexity_figure(changes, values, native, colours))
+
+
+def _perplexity_figure(
+    changes: Mapping[str, tuple[float, float | None]],
+    values: Mapping[str, float],
+    native: str,
+    colours: Mapping[str, str],
+) -> Figure:
     labels = list(changes)
-    widths = [changes[label][0] for label in labels]
-    errors = [changes[label][1] or 0.0 for label in labels]
     figure, axes = _figure(0.42 * len(labels) + 1.5)
     rows = np.arange(len(labels))
-    drawn = [width if math.isfinite(width) else 0.0 for width in widths]
+    drawn = [_finite(change) for change, _error in changes.values()]
+    errors = [_finite(error) for _change, error in changes.values()]
     axes.barh(
         rows,
         drawn,
-        xerr=[error if math.isfinite(error) else 0.0 for error in errors],
-        color=[_COLOURS[0] if label == "default" else "#9DB4C0" for label in labels],
+        xerr=errors,
+        color=[colours[label] for label in labels],
         error_kw={"elinewidth": 1.2, "capsize": 3, "ecolor": "#333333"},
         height=0.62,
     )
-    ends = [max(width, 0) + error for width, error in zip(drawn, errors, strict=True)]
-    span = max([*ends, 0.1]) - min([*drawn, 0.0])
-    for row, label, end in zip(rows, labels, ends, strict=True):
-        text = f"{values[label]:.3f}  ({widths[row]:+.2f}%)"
-        axes.text(end + 0.02 * span, row, text, va="center", fontsize=9)
-    axes.set_xlim(min([*drawn, 0.0]) * 1.15 - 0.01 * span, max([*ends, 0.1]) + 0.42 * span)
+    low = min([0.0, *(width - error for width, error in zip(drawn, errors, strict=True))])
+    high = max([0.1, *(width + error for width, error in zip(drawn, errors, strict=True))])
+    for row, label in zip(rows, labels, strict=True):
+        text = f"{values[label]:.3f}  ({signed_percent(*changes[label])})"
+        place = axes.get_yaxis_transform()  # right of the axes: no bar or whisker reaches it
+        axes.text(1.02, row, text, va="center", fontsize=9, transform=place)
+    margin = 0.04 * (high - low)
+    axes.set_xlim(low - margin, high + margin)
     axes.set_yticks(rows, labels)
     axes.invert_yaxis()
     axes.axvline(0, color="#333333", linewidth=1)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(
-        f"change of perplexity against native ({values[native]:.3f}), %; lower is better"
-    )
+    axes.set_xlabel(f"change against native ({values[native]:.3f}), %; lower is better")
     _declutter(axes)
-    return _png(figure)
+    return figure
 
 
-def layer_error_lines(layers: Mapping[str, Sequence[LayerError]]) -> bytes:
-    """Relative L2 error of the attention output by layer, one line a configuration."""
+def layer_error_lines(
+    layers: Mapping[str, Sequence[LayerError]], colours: Mapping[str, str]
+) -> bytes:
+    """Relative L2 error of the attention output by layer, one line a configuration.
+
+    Args:
+        colours: What `config_colours` gives for the labels.
+    """
     figure, axes = _figure(3.9)
     for index, (label, rows) in enumerate(layers.items()):
         axes.plot(
             [row.layer for row in rows],
             [row.rel_l2 for row in rows],
             label=label,
-            color=_COLOURS[index % len(_COLOURS)],
+            color=colours[label],
             marker=_MARKERS[index % len(_MARKERS)],
             markersize=3.5,
             linewidth=2.4 if label == "default" else 1.2,
@@ -152,6 +179,12 @@ def tile_kinds(tokens: int, config: DMAConfig) -> list[tuple[int, int, str]]:
     return kinds
 
 
+def high_share(tokens: int, config: DMAConfig) -> float:
+    """Share of a prompt's causally visible tiles that are high precision; it falls with length."""
+    kinds = tile_kinds(tokens, config)
+    return sum(kind != "low" for _q_tile, _k_tile, kind in kinds) / len(kinds)
+
+
 def high_shares(attention: AttentionMap, config: DMAConfig) -> tuple[float, float]:
     """Share of the visible tiles that are high, and of the head's attention weight in them."""
     kinds = tile_kinds(attention.tokens, config)
@@ -160,6 +193,11 @@ def high_shares(attention: AttentionMap, config: DMAConfig) -> tuple[float, floa
     mask = np.array([[(q, k) in high for k in tile_of] for q in tile_of])
     weights = attention.weights.numpy()
     return len(high) / len(kinds), float((weights * mask).sum() / weights.sum())
+
+
+def _finite(value: float | None) -> float:
+    """What a bar can show: 0 for None, NaN and infinities."""
+    return value if value is not None and math.isfinite(value) else 0.0
 
 
 def _figure(height: float) -> tuple[Figure, Any]:

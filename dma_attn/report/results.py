@@ -84,6 +84,16 @@ def change_percent(
     return 100 * (ratio - 1), 100 * ratio * error
 
 
+def signed_percent(change: float | None, error: float | None = None) -> str:
+    """A change as text, "+0.12% ± 0.05%", with a true minus sign; what rounds to zero has none."""
+    if change is None or not math.isfinite(change):
+        return "not finite"
+    text = f"{change:+.2f}%".replace("-", "\N{MINUS SIGN}")
+    if float(f"{change:.2f}") == 0:
+        text = text[1:]
+    return text if error is None or not math.isfinite(error) else f"{text} ± {error:.2f}%"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write strict JSON: NaN and infinities become null."""
     text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)

@@ -9,7 +9,9 @@ from ..config import DMAConfig
 from ..evaluation.demo import NATIVE, DemoResults
 from . import figures
 from .html import render_html
-from .results import change_percent, finite, results_dict, write_json
+from .results import change_percent, finite, results_dict, signed_percent, write_json
+
+_LONG = 8192  # a prompt length at which most tiles are low
 
 
 def write_report(results: DemoResults, folder: Path) -> Path:
@@ -26,11 +28,13 @@ def write_report(results: DemoResults, folder: Path) -> Path:
         if label != NATIVE
     }
     values = {label: result.value for label, result in results.perplexity.items()}
+    colours = figures.config_colours(changes)
     config = results.configs["default"] or DMAConfig()
+    prompt_tokens = results.answers["default"].prompt_tokens
     attention = results.layer_error.attention_map
     images = {
-        "perplexity": figures.perplexity_bars(changes, values, NATIVE),
-        "layer_error": figures.layer_error_lines(results.layer_error.layers),
+        "perplexity": figures.perplexity_bars(changes, values, NATIVE, colours),
+        "layer_error": figures.layer_error_lines(results.layer_error.layers, colours),
         "precision_map": figures.precision_map(attention, config),
     }
     tile_share, weight_share = figures.high_shares(attention, config)
@@ -46,6 +50,13 @@ def write_report(results: DemoResults, folder: Path) -> Path:
     text = render_html(
         content,
         images,
+        signed=signed_percent,
+        config=config.to_dict(),
+        window_share=figures.high_share(results.settings.tokens, config),
+        long_tokens=_LONG,
+        long_share=figures.high_share(_LONG, config),
+        prompt_tokens=prompt_tokens,
+        prompt_share=figures.high_share(prompt_tokens, config),
         tile_share=tile_share,
         weight_share=weight_share,
         mean_error=finite(mean_error),
