@@ -55,12 +55,14 @@ def test_longer_sequences_are_cut_at_max_seqlen(impl: str) -> None:
     q, k, v = (x[0].transpose(0, 1) for x in random_qkv(1, (1, 1), (60, 300), 32, device=DEVICE))
     cu_q = torch.tensor([0, 60], dtype=torch.int32, device=DEVICE)
     cu_k = torch.tensor([0, 300], dtype=torch.int32, device=DEVICE)
-    out, lse = dma_attention_varlen(q, k, v, cu_q, cu_k, 20, 130, return_lse=True, impl=impl)
-    ref, ref_lse = dma_attention(
-        q[None, :20], k[None, :130], v[None, :130], tensor_layout="NHD", return_lse=True, impl=impl
-    )
-    assert torch.equal(out[:20], ref[0]) and torch.equal(lse[:, :20], ref_lse[0])
-    assert not out[20:].any() and (lse[:, 20:] == -math.inf).all()
+    for config in (DMAConfig(), DMAConfig(granularity="tile")):
+        arguments = {"config": config, "is_causal": True, "return_lse": True, "impl": impl}
+        out, lse = dma_attention_varlen(q, k, v, cu_q, cu_k, 20, 130, **arguments)
+        ref, ref_lse = dma_attention(
+            q[None, :20], k[None, :130], v[None, :130], tensor_layout="NHD", **arguments
+        )
+        assert torch.equal(out[:20], ref[0]) and torch.equal(lse[:, :20], ref_lse[0])
+        assert not out[20:].any() and (lse[:, 20:] == -math.inf).all()
 
 
 @each_impl

@@ -363,7 +363,7 @@ def _query_offsets(
     if call.top_left:
         return torch.zeros(rows.n, dtype=torch.int32, device=device)
     if call.cu_q is not None and rows.cu is not None:
-        return rows.cu.diff() - call.cu_q.diff()
+        return rows.cu.diff().clamp(max=rows.longest) - call.cu_q.diff().clamp(max=call.longest_q)
     if rows.length is not None:
         return rows.length.clamp(0, n_kv) - n_q
     return torch.full((rows.n,), n_kv - n_q, dtype=torch.int32, device=device)
