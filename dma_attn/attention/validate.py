@@ -155,10 +155,17 @@ def check_out(
         )
     if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
         raise ValueError(f"out: expected distinct elements, got strides {out.stride()}")
-    start = out.untyped_storage().data_ptr()
     for name, x in read.items():
-        if x is not None and x.numel() and start and x.untyped_storage().data_ptr() == start:
-            raise ValueError(f"out: expected memory apart from {name}, got the same storage")
+        if x is not None and x.numel() and out.numel():
+            (a, b), (c, d) = _extent(out), _extent(x)
+            if a < d and c < b:
+                raise ValueError(f"out: expected memory apart from {name}, got an overlap")
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a non-empty tensor and the one past its last."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def check_cu_seqlens(name: str, cu: torch.Tensor, n: int | None, device: torch.device) -> None:

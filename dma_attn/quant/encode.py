@@ -49,6 +49,27 @@ def _error(codes, scale, x, FORMAT: tl.constexpr, T: tl.constexpr, N: tl.constex
 
 
 @triton.jit
+def _with_scale(x, scales, scale, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr,
+                N: tl.constexpr, BLOCK: tl.constexpr):
+    """A candidate: codes of x (T, N, BLOCK) under block scales (T, N), their bytes, the error."""
+    scale = scale[:, :, None] + tl.zeros_like(x)
+    codes = encode_element(tl.div_rn(x, scale), FORMAT, RULE)
+    error = tl.zeros([T, N], tl.float32)
+    if RULE == "mse":
+        error = _error(codes, scale, x, FORMAT, T, N, BLOCK)
+    return codes, scales, error
+
+
+@triton.jit
+def _smaller_error(first, second):
+    """Codes and scale bytes of the better candidate, block by block; ties take the first."""
+    codes, scales, error = first
+    codes_1, scales_1, error_1 = second
+    better = error_1 < error
+    return tl.where(better[:, :, None], codes_1, codes), tl.where(better, scales_1, scales)
+
+
+@triton.jit
 def _encode_mx(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
                BLOCK: tl.constexpr):
     """x (T, N, BLOCK), amax bits (T, N) -> codes, E8M0 bytes (T, N)."""
@@ -60,55 +81,47 @@ def _encode_mx(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexp
         exponent += ((amax & 0x7FFFFF) > mantissa_of_max(FORMAT)).to(tl.int32)
     bad = amax >= 0x7F800000
     scales = _e8m0(exponent, bad)
-    scale = decode_e8m0(scales)[:, :, None] + tl.zeros_like(x)
-    codes = encode_element(tl.div_rn(x, scale), FORMAT, RULE)
+    first = _with_scale(x, scales, decode_e8m0(scales), FORMAT, RULE, T, N, BLOCK)
+    codes = first[0]
     if RULE == "mse":
-        scales_1 = _e8m0(exponent + 1, bad)
-        scale_1 = decode_e8m0(scales_1)[:, :, None] + tl.zeros_like(x)
-        codes_1 = encode_element(tl.div_rn(x, scale_1), FORMAT, RULE)
-        better = _error(codes_1, scale_1, x, FORMAT, T, N, BLOCK) < _error(
-            codes, scale, x, FORMAT, T, N, BLOCK
-        )
-        codes = tl.where(better[:, :, None], codes_1, codes)
-        scales = tl.where(better, scales_1, scales)
+        next_up = _e8m0(exponent + 1, bad)
+        second = _with_scale(x, next_up, decode_e8m0(next_up), FORMAT, RULE, T, N, BLOCK)
+        codes, scales = _smaller_error(first, second)
     return codes, scales
 
 
 @triton.jit
-def _nvfp4_candidate(x, amax, second, bad, TARGET: tl.constexpr, FORMAT: tl.constexpr):
-    scales = _e4m3_scale(tl.div_rn(tl.div_rn(amax, TARGET), second), bad,
+def _nvfp4_candidate(x, amax, second_level, bad, TARGET: tl.constexpr, FORMAT: tl.constexpr,
+                     RULE: tl.constexpr, T: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Put the block maximum on TARGET."""
+    scales = _e4m3_scale(tl.div_rn(tl.div_rn(amax, TARGET), second_level), bad,
                          constant("E4M3_MIN_SUBNORMAL"))
-    scale = (decode_e4m3(scales) * second)[:, :, None] + tl.zeros_like(x)
-    codes = encode_element(tl.div_rn(x, scale), FORMAT, "mse")
-    return codes, scales, scale
+    scale = decode_e4m3(scales) * second_level
+    return _with_scale(x, scales, scale, FORMAT, RULE, T, N, BLOCK)
 
 
 @triton.jit
-def _encode_nvfp4(x, amax_bits, second, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr,
-                  N: tl.constexpr, BLOCK: tl.constexpr):
+def _encode_nvfp4(x, amax_bits, second_level, FORMAT: tl.constexpr, RULE: tl.constexpr,
+                  T: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
     """x (T, N, 16), second-level scale (T,) -> codes, E4M3 bytes (T, N)."""
     bad = amax_bits >= 0x7F800000
     amax = amax_bits.to(tl.float32, bitcast=True)
-    second = second[:, None] + tl.zeros_like(amax)
+    second_level = second_level[:, None] + tl.zeros_like(amax)
     if RULE == "paper":
-        exact = tl.div_rn(tl.div_rn(amax, second), constant("E2M1_MAX"))
+        exact = tl.div_rn(tl.div_rn(amax, second_level), constant("E2M1_MAX"))
         exact = tl.maximum(exact, constant("PAPER_NVFP4_MIN_SCALE"))
         scales = _e4m3_scale(exact, bad, 0.0)
         exact = tl.where(bad, float("nan"), exact)
-        shared = tl.div_rn(x, second[:, :, None] + tl.zeros_like(x))
-        codes = encode_element(
-            tl.div_rn(shared, exact[:, :, None] + tl.zeros_like(x)), FORMAT, RULE
-        )
+        shared = tl.div_rn(x, second_level[:, :, None] + tl.zeros_like(x))
+        codes = _with_scale(shared, scales, exact, FORMAT, RULE, T, N, BLOCK)[0]
     else:
-        codes, scales, scale = _nvfp4_candidate(x, amax, second, bad, constant("E2M1_MAX"), FORMAT)
+        first = _nvfp4_candidate(x, amax, second_level, bad, constant("E2M1_MAX"), FORMAT, RULE,
+                                 T, N, BLOCK)
+        codes, scales, _ = first
         if RULE == "mse":
-            codes_1, scales_1, scale_1 = _nvfp4_candidate(
-                x, amax, second, bad, constant("NVFP4_SECOND_TARGET"), FORMAT)
-            better = _error(codes_1, scale_1, x, FORMAT, T, N, BLOCK) < _error(
-                codes, scale, x, FORMAT, T, N, BLOCK
-            )
-            codes = tl.where(better[:, :, None], codes_1, codes)
-            scales = tl.where(better, scales_1, scales)
+            second = _nvfp4_candidate(x, amax, second_level, bad, constant("NVFP4_SECOND_TARGET"),
+                                      FORMAT, RULE, T, N, BLOCK)
+            codes, scales = _smaller_error(first, second)
     return codes, scales
 
 
