@@ -11,6 +11,7 @@ from dma_attn import DMAConfig, dma_attention, dma_attention_varlen, quantize_pa
 
 pytest.importorskip("triton")
 
+from dma_attn.attention.api import masked_attention
 from tests.compiling import SHARED_MEMORY, compile_only, device_tensor
 
 TARGETS = (80, 90, 100, 120)
@@ -70,11 +71,14 @@ def test_packed_sequences_and_fp8_values_compile():
 
 
 def test_a_new_length_never_recompiles():
-    """Sequence lengths are run-time values: the compiled signature does not depend on them."""
-    seen = []
-    for n in (1000, 1024, 1337):
-        q = device_tensor(1, 2, n, 64)
+    """Lengths, head counts and masks are run-time values: the signature does not depend on them."""
+    seen = set()
+    for heads, n in ((2, 1000), (16, 1024), (3, 1337)):
+        q = device_tensor(1, heads, n, 64)
+        padding = torch.ones(1, n, dtype=torch.bool)
         with compile_only(90) as kernels:
             dma_attention(q, q, q, is_causal=True, impl="triton")
-        seen.append([kernel.hash for kernel in kernels])
-    assert seen[0] == seen[1] == seen[2]
+            dma_attention(q, q, q, key_padding_mask=padding, impl="triton")
+            masked_attention(q, q, q, padding[None, None], impl="triton")
+        seen.add(tuple(kernel.hash for kernel in kernels))
+    assert len(seen) == 1

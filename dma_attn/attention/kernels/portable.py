@@ -80,13 +80,13 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask, mask_m, mask_rows,
-          window, SPEC: tl.constexpr):
+def _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask_ptr, mask_m, mask_rows,
+          mask_stride, window, SPEC: tl.constexpr):
     """Scores with hidden keys at -inf; a block that every row sees whole needs no comparison."""
-    if mask.ptr is not None:
-        at = mask_rows[:, None] + pos_n.to(tl.int64)[None, :] * mask.strides[3]
-        bias = tl.load(mask.ptr + at, mask=mask_m[:, None] & mask_n[None, :], other=0)
-        if mask.ptr.dtype.element_ty == tl.int1:
+    if mask_ptr is not None:
+        at = mask_rows[:, None] + pos_n.to(tl.int64)[None, :] * mask_stride
+        bias = tl.load(mask_ptr + at, mask=mask_m[:, None] & mask_n[None, :], other=0)
+        if mask_ptr.dtype.element_ty == tl.int1:
             scores = tl.where(bias, scores, float("-inf"))
         else:
             bias = bias.to(tl.float32)
@@ -115,7 +115,7 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
     q, q_base, q_raw_row, q_row, q_tile, q_span, pos_m, mask_m = queries
     k, k_base, k_row0, k_tile0, k_span = keys
     v, v_base, v_scale_ptr = values
-    valid_ptr, valid_row, mask, mask_rows = masks
+    valid_ptr, valid_row, mask_ptr, mask_rows, mask_stride = masks
     lo, gap_lo, gap_hi, hi = ranges
     common, seen_lo, seen_hi = bounds
     FORMAT: tl.constexpr = item(CLASS, 0)
@@ -151,8 +151,8 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
             scores = scores * k_scale[None, :]
         if FORMAT == "none":
             scores = scores - shift[:, None]
-        scores = _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask, mask_m,
-                       mask_rows, window, SPEC)
+        scores = _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask_ptr, mask_m,
+                       mask_rows, mask_stride, window, SPEC)
         # Online softmax
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -169,12 +169,13 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["mask", "n_blocks", "H_Q", "GROUP", "S_Q", "S_KV", "longest_q",
-                               "longest_k", "q_tiles", "k_tiles", "window", "diag", "sink"])
+@triton.jit(do_not_specialize=["m_stride_b", "m_stride_h", "m_stride_m", "m_stride_n", "n_blocks",
+                               "H_Q", "GROUP", "S_Q", "S_KV", "longest_q", "longest_k", "q_tiles",
+                               "k_tiles", "window", "diag", "sink"])
 def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, v_scale_ptr, mean_ptr,
-                     mask, cu_q_ptr, row_args, start_ptr, n_blocks, H_Q, GROUP, S_Q, S_KV,
-                     longest_q, longest_k, q_tiles, k_tiles, scale, quantised_scale, window, diag,
-                     sink, SPEC: tl.constexpr):
+                     mask_ptr, m_stride_b, m_stride_h, m_stride_m, m_stride_n, cu_q_ptr, row_args,
+                     start_ptr, n_blocks, H_Q, GROUP, S_Q, S_KV, longest_q, longest_k, q_tiles,
+                     k_tiles, scale, quantised_scale, window, diag, sink, SPEC: tl.constexpr):
     D: tl.constexpr = SPEC.D
     DV: tl.constexpr = SPEC.DV
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
@@ -233,8 +234,8 @@ def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, v_scal
                mask_m)
     keys = (k, k_base, k_row0, k_tile0, k_span)
     values = (v, v_base, v_scale_ptr)
-    mask_rows = b * mask.strides[0] + h * mask.strides[1] + i_q * mask.strides[2]
-    masks = (row_args.valid, b * S_KV, mask, mask_rows)
+    mask_rows = b * m_stride_b + h * m_stride_h + i_q * m_stride_m
+    masks = (row_args.valid, b * S_KV, mask_ptr, mask_rows, m_stride_n)
     # q . mean_k: in the LSE, and in scores of raw K
     shift = tl.zeros([BLOCK_M], tl.float32)
     if mean_ptr is not None:
@@ -332,7 +333,8 @@ def launch(
         quantised(kv.low),
         kv.v_scale,
         kv.mean if needs_shift(kv, lse is not None) else None,
-        strided(mask, 4),
+        mask,
+        *(mask.stride() if mask is not None else (0, 0, 0, 0)),
         call.cu_q,
         row_arguments(kv.rows),
         kv.start,
