@@ -58,7 +58,7 @@ def test_case_001_more_queries_than_keys(pv: str, dtype: torch.dtype, impl: str)
     torch.testing.assert_close(lse[0, 0, 6:].double(), wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", pick([FP16, BF16], [BF16], []), ids=str)
+@pytest.mark.parametrize("dtype", pick([FP16, BF16], [BF16]), ids=str)
 def test_case_002_bool_mask_with_an_all_false_row(dtype: torch.dtype) -> None:
     q, k, v = random_qkv(1, (2, 2), (6, 10), 64, dtype=dtype, device=DEVICE)
     mask = torch.ones(6, 10, dtype=torch.bool, device=DEVICE).tril()

@@ -138,7 +138,7 @@ def test_case_023_unsupported_head_dims_name_the_rule(d: int, impl: str) -> None
 
 
 @each_impl
-@pytest.mark.parametrize("dtype", pick([FP16, BF16, FP32], [BF16], []), ids=str)
+@pytest.mark.parametrize("dtype", pick([FP16, BF16, FP32], [BF16]), ids=str)
 def test_case_024_default_scale_of_the_unpadded_head_dim(dtype: torch.dtype, impl: str) -> None:
     q = torch.zeros(1, 1, 1, 80, dtype=dtype, device=DEVICE)
     k = torch.zeros(1, 1, 2, 80, dtype=dtype, device=DEVICE)
@@ -152,7 +152,7 @@ def test_case_024_default_scale_of_the_unpadded_head_dim(dtype: torch.dtype, imp
 
 
 @each_impl
-@pytest.mark.parametrize("d_v", pick([64, 8, 96], [64], []))
+@pytest.mark.parametrize("d_v", pick([64, 8, 96], [64]))
 def test_case_026_value_head_dim_differs(d_v: int, impl: str) -> None:
     q, k, v = random_qkv(1, (pick(8, 1), pick(8, 1)), (4, 4), (32, d_v), device=DEVICE)
     out, _ = check_against_oracle(q, k, v, DMAConfig(), impl)
@@ -168,7 +168,7 @@ def test_case_027_few_queries(s_q: int, group: int, impl: str) -> None:
 
 
 @each_impl
-@pytest.mark.parametrize("is_causal", pick([False, True], [True], []))
+@pytest.mark.parametrize("is_causal", pick([False, True], [True]))
 def test_case_028_varlen_with_empty_sequences(is_causal: bool, impl: str) -> None:
     lens_q, lens_k = [0, 1, 0, 1], [0, 3, 0, 5]
     cu_q, cu_k = (
