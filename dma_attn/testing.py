@@ -133,11 +133,14 @@ def quantised_oracle(
     config: DMAConfig | None = None,
     *,
     scale: float | None = None,
+    folded: bool = False,
     **masking: object,
 ) -> tuple[Tensor, Tensor]:
     """`dense_oracle` on dequantised q and k, by the class of each tile; V and P stay fp64.
 
     The LSE is that of the unsmoothed logits. Shapes and arguments are those of `dense_oracle`.
+    `folded`: block-scaled copies are rounded to E4M3 once more, relative to a power of two per
+    query or per 128 keys, as a kernel on FP8 tensor cores reads them.
     """
     config = DMAConfig() if config is None else config
     rules = Masking(**masking)  # type: ignore[arg-type]  # checked by the dataclass
@@ -159,18 +162,26 @@ def quantised_oracle(
             None if mean is None else mean[row : row + 1],
             first=int(positions[row, 0]),
             scale=_scale(q, scale),
+            folded=folded,
         )
         logits[row, :, :, :end] = torch.where(high[row, :, :end], near[0], far[0])
     return _softmax_pv(logits + rules.bias(), rules.visible(q, k), v)
 
 
 def _row_logits(
-    q: Tensor, k: Tensor, config: DMAConfig, mean: Tensor | None, *, first: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    config: DMAConfig,
+    mean: Tensor | None,
+    *,
+    first: int,
+    scale: float,
+    folded: bool,
 ) -> tuple[Tensor, Tensor]:
     """Unsmoothed fp64 logits of one batch row in the high and in the low class."""
-    folded = config.scale_rule == "paper"
-    query = q.float() * (scale * math.log2(math.e)) if folded else q
-    factor = math.log(2) if folded else scale
+    paper = config.scale_rule == "paper"
+    query = q.float() * (scale * math.log2(math.e)) if paper else q
+    factor = math.log(2) if paper else scale
     shift: Tensor | float = 0.0
     if mean is not None:
         shift = scale * (q.double() @ _per_query_head(mean.double(), q).mT)
@@ -182,8 +193,25 @@ def _row_logits(
         q_span = "token" if name == "int8" else config.granularity
         q_copy = _copy(query, name, config, q_span, first=first)
         k_copy = _copy(k, name, config, config.granularity, mean=mean)
+        if folded and name != "int8":
+            q_copy, k_copy = fold(q_copy, 1), fold(k_copy, TILE)
         logits.append(factor * (q_copy @ _per_query_head(k_copy, q).mT) + shift)
     return logits[0], logits[1]
+
+
+def fold(values: Tensor, rows: int) -> Tensor:
+    """values (..., S, D) rounded to E4M3 relative to the power of two of every `rows` rows (fp64).
+
+    The power of two is the smallest with which the largest finite value is at most 448.
+    """
+    parts = []
+    for part in values.double().split(rows, dim=-2):
+        finite = torch.where(part.isfinite(), part.abs(), 0.0).amax((-2, -1), keepdim=True)
+        mantissa, exponent = torch.frexp(finite / 448.0)
+        exponent = exponent - (mantissa == 0.5).int()
+        power = torch.ldexp(torch.ones_like(finite), torch.where(finite == 0, 0, exponent))
+        parts.append((part / power).float().to(torch.float8_e4m3fn).double() * power)
+    return torch.cat(parts, dim=-2) if parts else values.double()
 
 
 def _copy(

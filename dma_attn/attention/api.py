@@ -218,7 +218,8 @@ def masked_attention(
         valid = visible_keys(attn_mask, shape)
     with device_guard(q.device):
         rows = Rows(k.shape[0], k.shape[2], length=kv_len, valid=valid)
-        kv = prepare(k, v, config, rows, use_triton(q.device, impl))
+        masked = mask is not None or top_left_causal
+        kv = prepare(k, v, config, rows, use_triton(q.device, impl), masked=masked)
     attended = _run(q, kv, call, result, impl)
     assert isinstance(attended, torch.Tensor)  # no LSE was asked for
     return attended
@@ -366,13 +367,18 @@ def _run(
     """Attend with q (B, H_q, S_q, D) and fill `result`, which has the caller's layout."""
     target = _hnd(result, kv.tensor_layout)
     if use_triton(q.device, impl):
-        from .kernels import portable
-
         lse = None
         if call.return_lse:
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         with device_guard(q.device):
-            portable.launch(q, kv, call, target, lse)
+            if kv.folded is not None:
+                from .kernels import hopper
+
+                hopper.launch(q, kv, call, target, lse)
+            else:
+                from .kernels import portable
+
+                portable.launch(q, kv, call, target, lse)
     else:
         lse = reference.attend(q, kv, call, target)
     return result if lse is None else (result, lse)

@@ -7,9 +7,11 @@ import torch
 from ..config import DMAConfig
 from ..device import IMPLS, DeviceStatus, device_status
 from ..formats import BlockFormat, check_choice
+from ..quant.rows import Rows
 from ..schedule import TILE, key_ranges
 from . import validate as check
 from .api import check_call
+from .dispatch import hopper_gap
 from .prepare import has_high
 
 
@@ -56,8 +58,15 @@ def explain(
     batch, heads, n_q, head_dim = q.shape
     kv_heads, n_kv = k.shape[1:3]
     status = _path(q.device, impl)
+    kernel, reason = status.kernel, status.reason
+    if status.path == "triton":
+        length = kv_len if isinstance(kv_len, torch.Tensor) else None
+        rows = Rows(batch, n_kv, length=length, valid=key_padding_mask)
+        gap = hopper_gap(k, v, config, rows, masked=False)
+        kernel = "portable" if gap else "hopper"
+        reason += f"; not the Hopper kernel: {gap}" if gap else ""
     lines = [
-        f"path: {status.path} ({status.kernel} kernel): {status.reason}",
+        f"path: {status.path} ({kernel} kernel): {reason}",
         f"config: {config}: high {config.high}, low {config.low}, diag {config.diag}, "
         f"sink {config.sink}, pv {config.pv}",
         f"shapes: B {batch}, heads {heads} over {kv_heads}, {n_q} queries x {n_kv} keys, "

@@ -10,6 +10,7 @@ from ..quant.reference import abs_bits, divide, quantize_reference
 from ..quant.rows import Rows
 from ..quant.tensor import BlockScaledTensor
 from ..quant.transforms import key_mean, rotate
+from .dispatch import hopper_gap
 from .types import PreparedKV
 
 
@@ -20,8 +21,15 @@ def prepare(
     rows: Rows,
     triton: bool,
     tensor_layout: str = "HND",
+    masked: bool = False,
 ) -> PreparedKV:
-    """Quantise K and V (B, H_kv, S_kv, D or Dv), by the Triton kernels or in PyTorch."""
+    """Quantise K and V (B, H_kv, S_kv, D or Dv), by the Triton kernels or in PyTorch.
+
+    Args:
+        masked: The call has an attention mask or torch's top-left causal rule.
+    """
+    if triton and not hopper_gap(k, v, config, rows, masked):
+        return _prepare_folded(k, v, config, rows, tensor_layout)
     canonical = config.canonical()
     high = _class_format(canonical.high_format, canonical)
     low = canonical.low_format if canonical.low_format.quantised else None
@@ -57,6 +65,51 @@ def prepare(
         v_scale=v_scale,
         tensor_layout=tensor_layout,
     )
+
+
+def _prepare_folded(
+    k: torch.Tensor, v: torch.Tensor, config: DMAConfig, rows: Rows, tensor_layout: str
+) -> PreparedKV:
+    """K and V as the Hopper kernel reads them."""
+    from ..quant.folded import fold_kv
+
+    folded = fold_kv(k, v, *class_spans(config, query=False), rows.length, config)
+    return PreparedKV(
+        config=config,
+        shape=(*k.shape, v.shape[3]),
+        dtype=k.dtype,
+        rows=rows,
+        start=None,
+        mean=folded.mean,
+        high=None,
+        low=None,
+        k=None,
+        v=v if folded.v is None else folded.v,
+        v_scale=folded.v_scale,
+        folded=(folded.codes, folded.scales),
+        tensor_layout=tensor_layout,
+    )
+
+
+def folded_queries(
+    q: torch.Tensor, kv: PreparedKV, scale: float, want_shift: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Q for the Hopper kernel: codes, scales, and scale * q . mean_k for the LSE."""
+    from ..quant.folded import fold_q
+
+    spans = class_spans(kv.config, query=True)
+    mean = kv.mean if want_shift else None
+    return fold_q(q, *spans, kv.rows.length, kv.shape[2], kv.config, scale, mean)
+
+
+def class_spans(
+    config: DMAConfig, query: bool
+) -> tuple[tuple[BlockFormat, str] | None, tuple[BlockFormat, str]]:
+    """Format and span of its fp32 scale, of the high class (None with one class) and the low."""
+    canonical = config.canonical()
+    high, low = canonical.high_format, canonical.low_format
+    low_class = (low, operand_span(low, config, query))
+    return (high, operand_span(high, config, query)) if has_high(canonical) else None, low_class
 
 
 def has_high(canonical: DMAConfig) -> bool:

@@ -22,10 +22,14 @@ class PreparedKV:
         rows: Sequences, key lengths and valid keys.
         start: int32 (B,) first valid key of each row, or None when it is 0 everywhere.
         mean: float32 (B, H_kv, 1, D) subtracted from K, or None.
-        high, low: Quantised copies of K; None where no tile is in that class or it is "none".
+        high, low: Quantised copies of K; None where no tile is in that class or it is "none", and
+            with `folded`.
         k: K itself, (B, H_kv, S_kv, D), a view, kept only when a class is "none".
-        v: V itself, a view, or its E4M3 codes (uint8) with `pv="fp8"`.
+        v: V itself, a view, or its E4M3 codes (uint8) with `pv="fp8"`; with `folded` these are
+            transposed, (B, H_kv, Dv, tiles * 128).
         v_scale: float32 (B, H_kv, 1, Dv) channel scales of FP8 V, or None.
+        folded: Codes and scales of K for the Hopper kernel (`quant.folded`), which then serves
+            every call; else None.
         tensor_layout: Layout of the K and V that were given, expected of q too.
     """
 
@@ -40,6 +44,7 @@ class PreparedKV:
     k: torch.Tensor | None
     v: torch.Tensor
     v_scale: torch.Tensor | None
+    folded: tuple[torch.Tensor, torch.Tensor] | None = None
     tensor_layout: str = "HND"
 
     @property
@@ -51,7 +56,8 @@ class PreparedKV:
     def nbytes(self) -> int:
         """Bytes of the quantised copies and scales (views of the caller's tensors not counted)."""
         parts = [c.nbytes for c in (self.high, self.low) if c is not None]
-        parts += [t.numel() * t.element_size() for t in (self.mean, self.v_scale) if t is not None]
+        small = (self.mean, self.v_scale, *(self.folded or ()))
+        parts += [t.numel() * t.element_size() for t in small if t is not None]
         if self.v_scale is not None:
             parts.append(self.v.numel())
         return sum(parts)

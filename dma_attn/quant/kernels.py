@@ -103,7 +103,7 @@ def load_rows(x, mean, row_args, b, h, first, rows, length, size, multiplier, S:
 
 
 @triton.jit
-def _common(row_scale):
+def common(row_scale):
     """The value that all rows share (an integer maximum over the bits keeps NaN)."""
     return tl.max(row_scale.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
 
@@ -135,9 +135,9 @@ def _store_copy(x, span_amax, copy, row, tile, span, mask_t, S: tl.constexpr, C:
         if SPAN == "token":
             tl.store(copy.row_scales + row, row_scale, mask=mask_t)
         elif SPAN == "tile":
-            tl.store(copy.row_scales + tile, _common(row_scale))
+            tl.store(copy.row_scales + tile, common(row_scale))
         else:
-            tl.store(copy.row_scales + span, _common(row_scale))
+            tl.store(copy.row_scales + span, common(row_scale))
 
 
 @triton.jit(do_not_specialize=["n_blocks", "H", "S", "longest", "n_tiles",

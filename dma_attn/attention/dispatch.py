@@ -1,0 +1,101 @@
+"""Which Triton kernel a call takes, by explicit rules: what the Hopper kernel covers.
+
+- Compute capability 9.0; float16 and bfloat16; D and Dv of 64 or 128.
+- Classes of mxfp8, mxfp8_e5m2, mxfp4 and nvfp4, alone or in pairs, or int8 with tile scales. Not
+  `none`, `int4`, `fp4`, int8 with token scales, scale_rule "paper" or granularity "tensor".
+- Full and causal attention, windows, grouped queries, any lengths, `kv_len`, LSE, any strides of Q,
+  K and the output. Not padding or attention masks, top-left causal, packed sequences.
+- `pv="fp8"` with any V; `pv="fp16"` where V's strides are multiples of 16 bytes and `kv_len` is no
+  tensor.
+
+Everything else takes the portable kernel. The choice depends on what `prepare_kv` sees, so prepared
+keys serve every `dma_attention_prepared`. Until `use_hopper()` turns it on the kernel is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from ..config import DMAConfig
+from ..device import device_info
+from ..quant.rows import Rows
+
+FOLDED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
+HEAD_DIMS = (64, 128)
+
+_hopper = False
+
+
+@contextlib.contextmanager
+def use_hopper(on: bool = True) -> Iterator[None]:
+    """Within, calls that the Hopper kernel covers take it, or (False) none does.
+
+    Off by default: the kernel agrees with the portable one on the H200 over a sample of shapes,
+    and has not been through the whole test suite there yet.
+    """
+    global _hopper
+    previous, _hopper = _hopper, on
+    try:
+        yield
+    finally:
+        _hopper = previous
+
+
+def hopper_gap(
+    k: torch.Tensor, v: torch.Tensor, config: DMAConfig, rows: Rows, masked: bool
+) -> str:
+    """Why the Hopper kernel does not cover a call; "" when it does.
+
+    Args:
+        k, v: (B, H_kv, S_kv, D or Dv), any strides.
+        masked: An attention mask or torch's top-left causal rule is in use.
+    """
+    info = device_info(k.device)
+    if info is None or info.capability != (9, 0):
+        return "compute capability 9.0 is needed"
+    if not _hopper:
+        return "off by default, dma_attn.attention.dispatch.use_hopper() turns it on"
+    if k.dtype not in (torch.float16, torch.bfloat16):
+        return f"{k.dtype} inputs"
+    if k.shape[3] not in HEAD_DIMS or v.shape[3] not in HEAD_DIMS:
+        return f"head dims {k.shape[3]} and {v.shape[3]}; 64 and 128 are covered"
+    if k.numel() == 0:
+        return "no keys"
+    if gap := _config_gap(config.canonical()):
+        return gap
+    if masked or rows.valid is not None:
+        return "a mask"
+    if rows.cu is not None:
+        return "packed sequences"
+    if config.pv == "fp16":
+        if rows.length is not None:
+            return "pv=fp16 with a kv_len tensor"
+        if not fits_tma(v):
+            return f"V's strides {v.stride()}; pv=fp16 needs multiples of 16 bytes"
+    return ""
+
+
+def _config_gap(canonical: DMAConfig) -> str:
+    if canonical.scale_rule == "paper":
+        return 'scale_rule="paper"'
+    names = {canonical.low}
+    if canonical.diag or canonical.sink:
+        names.add(canonical.high)
+    if names == {"int8"}:
+        return "" if canonical.granularity == "tile" else 'int8 without granularity="tile"'
+    if uncovered := sorted(names - set(FOLDED)):
+        return f"format {uncovered[0]}" + (" in a pair" if uncovered[0] == "int8" else "")
+    if "nvfp4" in names and canonical.granularity == "tensor":
+        return 'granularity="tensor"'
+    return ""
+
+
+def fits_tma(x: torch.Tensor) -> bool:
+    """TMA reads x (B, H, S, D) as it lies: unit last stride, the rest multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    strides = [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]
+    aligned = all(s % step == 0 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    return x.stride(3) == 1 and aligned and all(s > 0 for s in strides)

@@ -1,0 +1,555 @@
+"""Operands of the Hopper kernel: one 8-bit code per value, laid out for TMA and wgmma.
+
+    K, Q -> transforms -> value in each class's format -> E4M3(value / s)    s a power of two
+    K, Q -> transforms -> int8 code                                         s the int8 scale
+    V    -> E4M3(V / channel scale), transposed, keys permuted in groups of 32
+
+s spans a tile of 128 keys (K) or one query (Q). Folding a block scale into an element is exact for
+MXFP4 up to 14 binades below the tile maximum and for MXFP8 while block exponents span at most 8;
+NVFP4 is rounded once more (docs/numerics.md bounds it). Rows sit at absolute positions: Q's first
+block may start before the first query. Rows without data are zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..config import DMAConfig
+from ..device import interpreting
+from ..formats import BlockFormat
+from ..schedule import TILE
+from .jit import (
+    abs_bits,
+    block,
+    constant,
+    decode_e4m3,
+    decode_e5m2,
+    element,
+    element_max,
+    emax,
+    encode_fp8,
+    item,
+    mantissa_bits,
+    mantissa_of_max,
+    nvfp4_divisor,
+    rotation_norm,
+    scale_kind,
+    sequence,
+)
+from .kernels import Strided, common, program_ids
+
+STATISTICS_ROWS = 256
+INTERPRETED = tl.constexpr(interpreting())
+
+
+class FoldedKV(NamedTuple):
+    """K and V as the Hopper kernel reads them.
+
+    Attributes:
+        codes: uint8 (classes, B, H, tiles * 128, D), E4M3 or int8, the high class first.
+        scales: float32 (classes, B, H, tiles).
+        mean: float32 (B, H, 1, D) subtracted from K, or None.
+        v: E4M3 codes (uint8) (B, H, Dv, tiles * 128), or None where V is read as it lies.
+        v_scale: float32 (B, H, 1, Dv) channel scales, or None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    mean: torch.Tensor | None
+    v: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+
+@triton.jit
+def _to_e2m1(x):
+    """Nearest E2M1 value, ties to even: adding 1.5 * 2^22 quanta rounds at the quantum of x."""
+    binade = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    magic = (binade + 0x0B400000).to(tl.float32, bitcast=True)
+    rounded = (x + magic) - magic
+    return tl.minimum(tl.maximum(rounded, -constant("E2M1_MAX")), constant("E2M1_MAX"))
+
+
+@triton.jit
+def _e4m3_code(x):
+    """Nearest E4M3 code (uint8) of fp32 x, ties to even, saturating; NaN stays NaN."""
+    if INTERPRETED:  # its casts to FP8 round wrongly
+        code = encode_fp8(tl.where(x == x, x, 0.0), "mxfp8")
+        return tl.where(x == x, code, constant("E4M3_NAN")).to(tl.uint8)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _to_e4m3(x):
+    """Nearest E4M3 value of fp32 x, saturating."""
+    if INTERPRETED:
+        return decode_e4m3(_e4m3_code(x).to(tl.int32))
+    else:
+        return x.to(tl.float8e4nv).to(tl.float32)
+
+
+@triton.jit
+def _to_element(x, FORMAT: tl.constexpr):
+    """Nearest element value of fp32 x, saturating."""
+    if element(FORMAT) == "e2m1":
+        return _to_e2m1(x)
+    elif element(FORMAT) == "e4m3":
+        return _to_e4m3(x)
+    elif INTERPRETED:
+        return decode_e5m2(encode_fp8(tl.where(x == x, x, 0.0), FORMAT))
+    else:
+        x = tl.minimum(tl.maximum(x, -element_max(FORMAT)), element_max(FORMAT))
+        return x.to(tl.float8e5).to(tl.float32)
+
+
+@triton.jit
+def _candidate(x, scale, inverse, FORMAT: tl.constexpr):
+    """Values of x (T, N, BLOCK) under block scales (T, N), and the squared error (T, N)."""
+    values = _to_element(x * inverse[:, :, None], FORMAT) * scale[:, :, None]
+    diff = values - x
+    return values, tl.sum(diff * diff, 2)
+
+
+@triton.jit
+def _better(first, second):
+    values, error = first
+    values_1, error_1 = second
+    return tl.where((error_1 < error)[:, :, None], values_1, values)
+
+
+@triton.jit
+def _power(exponent):
+    """2^exponent for int32 exponents, clamped to the normal range."""
+    biased = tl.minimum(tl.maximum(exponent, -126), 126) + 127
+    return (biased << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mx_values(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr):
+    exponent = amax
+    if RULE == "even":
+        exponent = amax + (1 << (22 - mantissa_bits(FORMAT)))
+    exponent = (exponent >> 23) - 127 - emax(FORMAT, RULE)
+    if RULE == "rceil":
+        exponent += ((amax & 0x7FFFFF) > mantissa_of_max(FORMAT)).to(tl.int32)
+    first = _candidate(x, _power(exponent), _power(-exponent), FORMAT)
+    values = first[0]
+    if RULE == "mse":
+        second = _candidate(x, _power(exponent + 1), _power(-exponent - 1), FORMAT)
+        values = _better(first, second)
+    return values
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x within an ulp, one instruction."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x],
+                                         dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _nvfp4_candidate(x, amax, TARGET: tl.constexpr, FORMAT: tl.constexpr):
+    """x and block maxima relative to the second-level scale; the maximum goes on TARGET."""
+    scale = tl.maximum(amax * (1.0 / TARGET), constant("E4M3_MIN_SUBNORMAL"))
+    scale = _to_e4m3(scale)
+    return _candidate(x, scale, _reciprocal(scale), FORMAT)
+
+
+@triton.jit
+def _values(x, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr,
+            D: tl.constexpr):
+    """What x (T, D) fp32 becomes in a block-scaled format: values (T, D) and a factor (T,) on them.
+
+    NaN for a block that holds NaN or Inf. The arithmetic of `quant.encode` with reciprocals in
+    place of divisions: a value within an ulp of a rounding tie may land on its other side.
+    """
+    BLOCK: tl.constexpr = block(FORMAT, D)
+    N: tl.constexpr = D // BLOCK
+    blocks = x.reshape(T, N, BLOCK)
+    amax = tl.max(abs_bits(blocks), 2)
+    bad = amax >= 0x7F800000
+    if scale_kind(FORMAT) == "e8m0":
+        values = _mx_values(blocks, amax, FORMAT, RULE)
+        factor = tl.full([T], 1.0, tl.float32)
+    else:
+        amax = tl.where(bad, 0, amax)
+        largest = tl.max(amax, 1)
+        if SPAN == "tile":
+            largest = tl.zeros_like(largest) + tl.max(largest, 0)
+        factor = largest.to(tl.float32, bitcast=True) * (1.0 / nvfp4_divisor(RULE))
+        factor = tl.where(factor < 2.0**-100, 1.0, factor)
+        inverse = _reciprocal(factor)
+        blocks *= inverse[:, None, None]
+        amax = amax.to(tl.float32, bitcast=True) * inverse[:, None]
+        first = _nvfp4_candidate(blocks, amax, constant("E2M1_MAX"), FORMAT)
+        values = first[0]
+        if RULE == "mse":
+            second = _nvfp4_candidate(blocks, amax, constant("NVFP4_SECOND_TARGET"), FORMAT)
+            values = _better(first, second)
+    return tl.where(bad[:, :, None], float("nan"), values).reshape(T, D), factor
+
+
+@triton.jit
+def _int8_codes(x, SPAN: tl.constexpr):
+    """x (T, D) fp32 -> int8 codes, fp32 scales (T,); NaN in the scale where a row holds it."""
+    amax = tl.max(abs_bits(x), 1)
+    if SPAN == "tile":
+        amax = tl.zeros_like(amax) + tl.max(amax, 0)
+    scale = amax.to(tl.float32, bitcast=True) * (1.0 / element_max("int8"))
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    bad = amax >= 0x7F800000
+    codes = x * (1.0 / scale)[:, None] + 12582912.0  # 1.5 * 2^23: rounds to the nearest integer
+    codes = codes.to(tl.int32, bitcast=True).to(tl.int8)
+    return tl.where(bad[:, None], 0, codes), tl.where(bad, float("nan"), scale)
+
+
+@triton.jit
+def _fold(values, factor, BY_ROW: tl.constexpr):
+    """values (T, D) * factor (T,) -> E4M3 codes relative to the power of two that holds the
+    largest finite one, of a row or of the tile; that power (T,)."""
+    raw = abs_bits(values)
+    amax = tl.max(tl.where(raw < 0x7F800000, raw, 0), 1).to(tl.float32, bitcast=True) * factor
+    if not BY_ROW:
+        amax = tl.zeros_like(amax) + tl.max(amax, 0)
+    amax = amax.to(tl.int32, bitcast=True)
+    exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > mantissa_of_max("mxfp8")).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 27), 227)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    codes = _e4m3_code(values * (factor * inverse)[:, None])
+    return codes, (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_class(x, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T: tl.constexpr,
+                 D: tl.constexpr, CLASS: tl.constexpr, BY_ROW: tl.constexpr):
+    FORMAT: tl.constexpr = item(CLASS, 0)
+    RULE: tl.constexpr = item(CLASS, 1)
+    SPAN: tl.constexpr = item(CLASS, 2)
+    if scale_kind(FORMAT) == "fp32":
+        codes, scale = _int8_codes(x, SPAN)
+    else:
+        values, factor = _values(x, FORMAT, RULE, SPAN, T, D)
+        codes, scale = _fold(values, factor, BY_ROW)
+    at_tile = (c * planes + plane) * n_tiles + tile
+    rows = at_tile * T + tl.arange(0, T)
+    tl.store(codes_ptr + rows[:, None] * D + tl.arange(0, D)[None, :],
+             codes.to(tl.uint8, bitcast=True))
+    if BY_ROW:
+        tl.store(scales_ptr + rows, scale)
+    else:
+        tl.store(scales_ptr + at_tile, common(scale))
+
+
+@triton.jit
+def _load_tile(x, b, h, rows, mask_t, D: tl.constexpr):
+    """Rows of a strided 16-bit operand, (T, D); zeros where mask_t is False."""
+    at = rows[:, None] * x.strides[2] + tl.arange(0, D).to(tl.int64)[None, :] * x.strides[3]
+    return tl.load(x.ptr + b * x.strides[0] + h * x.strides[1] + at, mask=mask_t[:, None],
+                   other=0.0)
+
+
+@triton.jit
+def _rotated(raw, sign, hadamard_ptr, D: tl.constexpr):
+    """sign * raw (T, D) times the orthonormal Hadamard matrix; tensor cores add exact products."""
+    offs_d = tl.arange(0, D)
+    matrix = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
+    if INTERPRETED:  # its 16-bit product is wrong
+        raw, matrix = raw.to(tl.float32), matrix.to(tl.float32)
+    return tl.dot(raw, matrix, input_precision="ieee") * (rotation_norm(D) * sign)
+
+
+@triton.jit
+def _fold_rows(raw, mean, mask_t, sign, hadamard_ptr, codes_ptr, scales_ptr, plane, planes, tile,
+               n_tiles, T: tl.constexpr, D: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
+               QUERY: tl.constexpr):
+    """A tile of K (minus the rotated mean (D,)) or Q in each class."""
+    y = raw.to(tl.float32) * sign if hadamard_ptr is None else _rotated(raw, sign, hadamard_ptr, D)
+    if not QUERY:
+        y = tl.where(mask_t[:, None], y - mean[None, :], 0.0)
+    if HIGH is not None:
+        _store_class(y, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH, QUERY)
+    _store_class(y, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
+                 T, D, LOW, QUERY)
+
+
+@triton.jit
+def _fold_v_rows(v, codes_ptr, scale_ptr, b, h, begin, length, plane, n_tiles, T: tl.constexpr,
+                 D: tl.constexpr):
+    """128 keys of V -> E4M3 codes (Dv, 128), keys permuted in groups of 32."""
+    j = tl.arange(0, T)
+    rows = begin + (j & -16) + (j & 1) + 4 * (j & 2) + ((j & 12) >> 1)
+    x = _load_tile(v, b, h, rows, rows < length, D).to(tl.float32)
+    offs_d = tl.arange(0, D)
+    scale = tl.load(scale_ptr + plane * D + offs_d)
+    x = tl.where(abs_bits(x) >= 0x7F800000, float("nan"), x * _reciprocal(scale)[None, :])
+    codes = _e4m3_code(x)
+    at = (plane * D + offs_d)[:, None] * (n_tiles * T) + (begin + j)[None, :]
+    tl.store(codes_ptr + at, tl.trans(codes))
+
+
+@triton.jit(do_not_specialize=["n_tiles", "planes", "H", "S"])
+def _fold_kv_kernel(k, v, length_ptr, mean_ptr, hadamard_ptr, codes_ptr, scales_ptr, v_codes_ptr,
+                    v_scale_ptr, n_tiles, planes, H, S, T: tl.constexpr, D: tl.constexpr,
+                    DV: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
+    """Programs take tiles of K, then (with FP8 V) tiles of V."""
+    is_v = tl.program_id(0) >= n_tiles * planes
+    plane = (tl.program_id(0) // n_tiles % planes).to(tl.int64)
+    tile = tl.program_id(0) % n_tiles
+    b = plane // H
+    h = plane % H
+    begin = tile.to(tl.int64) * T
+    _, length = sequence(b, None, length_ptr, S, S)
+    if begin >= length:
+        return
+    if is_v:
+        if v_codes_ptr is not None:
+            _fold_v_rows(v, v_codes_ptr, v_scale_ptr, b, h, begin, length, plane,
+                         n_tiles.to(tl.int64), T, DV)
+    else:
+        rows = begin + tl.arange(0, T)
+        mask_t = rows < length
+        mean = tl.zeros([D], tl.float32)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + plane * D + tl.arange(0, D))
+        _fold_rows(_load_tile(k, b, h, rows, mask_t, D), mean, mask_t, 1.0, hadamard_ptr, codes_ptr,
+                   scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH, LOW, False)
+
+
+@triton.jit(do_not_specialize=["n_tiles", "planes", "H", "GROUP", "S", "S_KV", "scale"])
+def _fold_q_kernel(q, length_ptr, hadamard_ptr, codes_ptr, scales_ptr, shift_ptr, mean_ptr, n_tiles,
+                   planes, H, GROUP, S, S_KV, sign, scale, T: tl.constexpr, D: tl.constexpr,
+                   HIGH: tl.constexpr, LOW: tl.constexpr):
+    """A tile of queries at absolute positions; shift (B, H, S) = scale * q . mean."""
+    tile, b, h = program_ids(n_tiles, H)
+    _, kv_len = sequence(b, None, length_ptr, S_KV, S_KV)
+    rows = tile.to(tl.int64) * T - ((kv_len - S) & 127) + tl.arange(0, T)
+    mask_t = (rows >= 0) & (rows < S)
+    raw = _load_tile(q, b, h, rows, mask_t, D)
+    plane = b * H + h
+    if shift_ptr is not None:
+        mean = tl.load(mean_ptr + (b * (H // GROUP) + h // GROUP) * D + tl.arange(0, D))
+        shift = tl.sum(raw.to(tl.float32) * mean[None, :], 1) * scale
+        tl.store(shift_ptr + plane * S + rows, shift, mask=mask_t)
+    _fold_rows(raw, None, mask_t, sign, hadamard_ptr, codes_ptr, scales_ptr, plane, planes, tile,
+               n_tiles, T, D, HIGH, LOW, True)
+
+
+@triton.jit(do_not_specialize=["n_blocks", "H", "S"])
+def _statistics_kernel(k, v, length_ptr, hadamard_ptr, partial_ptr, count_ptr, mean_ptr,
+                       rotated_ptr, v_scale_ptr, n_blocks, H, S, ROWS: tl.constexpr,
+                       T: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
+    """Per channel of a head: mean of K over finite values, E4M3 scale of V.
+
+    Blocks of ROWS keys leave partial results; the last block of a head to finish combines them, in
+    an order that neither timing nor unused keys beyond the length change.
+    """
+    i_block, b, h = program_ids(n_blocks, H)
+    plane = b * H + h
+    _, length = sequence(b, None, length_ptr, S, S)
+    offs_d = tl.arange(0, D)
+    offs_v = tl.arange(0, DV)
+    WIDTH: tl.constexpr = 2 * D + DV
+    total = tl.zeros([T, D], tl.float32)
+    count = tl.zeros([T, D], tl.float32)
+    amax = tl.zeros([T, DV], tl.int32)
+    begin = i_block.to(tl.int64) * ROWS
+    for i in range(0, ROWS, T):
+        rows = begin + i + tl.arange(0, T)
+        mask_t = rows < length
+        if mean_ptr is not None:
+            x = _load_tile(k, b, h, rows, mask_t, D).to(tl.float32)
+            finite = mask_t[:, None] & (abs_bits(x) < 0x7F800000)
+            total += tl.where(finite, x, 0.0)
+            count += finite.to(tl.float32)
+        if v_scale_ptr is not None:
+            raw = abs_bits(_load_tile(v, b, h, rows, mask_t, DV).to(tl.float32))
+            amax = tl.maximum(amax, tl.where(raw < 0x7F800000, raw, 0))
+    at = partial_ptr + (plane * n_blocks + i_block) * WIDTH
+    tl.store(at + offs_d, tl.sum(total, 0))
+    tl.store(at + D + offs_d, tl.sum(count, 0))
+    tl.store(at + 2 * D + offs_v, tl.max(amax, 0).to(tl.float32, bitcast=True))
+    tl.debug_barrier()
+    finished = tl.atomic_add(count_ptr + plane, 1, sem="acq_rel")
+    if finished == n_blocks - 1:
+        at = partial_ptr + plane * n_blocks * WIDTH
+        used = tl.cdiv(length, ROWS)
+        total = tl.zeros([T, D], tl.float32)
+        count = tl.zeros([T, D], tl.float32)
+        amax = tl.zeros([T, DV], tl.int32)
+        for c in range(0, used, T):
+            chunk = c + tl.arange(0, T)
+            mask = (chunk < used)[:, None]
+            row = at + chunk[:, None] * WIDTH
+            total += tl.load(row + offs_d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            count += tl.load(row + D + offs_d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            amax = tl.maximum(amax, tl.load(row + 2 * D + offs_v[None, :], mask=mask, other=0.0,
+                                            cache_modifier=".cg").to(tl.int32, bitcast=True))
+        if mean_ptr is not None:
+            mean = tl.div_rn(tl.sum(total, 0), tl.maximum(tl.sum(count, 0), 1.0))
+            tl.store(mean_ptr + plane * D + offs_d, mean)
+            if hadamard_ptr is not None:
+                tl.debug_barrier()
+                rotated = tl.zeros([D], tl.float32)
+                for i in range(0, D, 16):
+                    row = i + tl.arange(0, 16)
+                    signs = tl.load(hadamard_ptr + row[:, None] * D + offs_d[None, :])
+                    part = tl.load(mean_ptr + plane * D + row)
+                    rotated += tl.sum(part[:, None] * signs.to(tl.float32), 0)
+                tl.store(rotated_ptr + plane * D + offs_d, rotated * rotation_norm(D))
+        if v_scale_ptr is not None:
+            scale = tl.max(amax, 0).to(tl.float32, bitcast=True) / constant("E4M3_MAX")
+            tl.store(v_scale_ptr + plane * DV + offs_v, tl.where(scale == 0.0, 1.0, scale))
+
+
+def fold_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    high: tuple[BlockFormat, str] | None,
+    low: tuple[BlockFormat, str],
+    length: torch.Tensor | None,
+    config: DMAConfig,
+) -> FoldedKV:
+    """K (B, H, S, D) and V (B, H, S, Dv), 16-bit, any strides, for the Hopper kernel.
+
+    Args:
+        high, low: Format and span of its fp32 scale; high is None with one class.
+        length: int32 (B,) keys that hold data, or None for all.
+    """
+    batch, heads, size, head_dim = k.shape
+    value_dim = v.shape[3]
+    n_tiles = triton.cdiv(size, TILE)
+    planes = batch * heads
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=k.device)
+
+    fp8 = config.pv == "fp8"
+    matrix = _hadamard(head_dim, k.dtype, k.device) if config.rotate else None
+    mean = empty(batch, heads, 1, head_dim) if config.smooth_k else None
+    v_scale = empty(batch, heads, 1, value_dim) if fp8 else None
+    rotated = mean
+    k_arg, v_arg = Strided(k, k.stride()), Strided(v, v.stride())
+    if mean is not None or fp8:
+        n_blocks = triton.cdiv(size, STATISTICS_ROWS)
+        if mean is not None and matrix is not None:
+            rotated = torch.empty_like(mean)
+        _statistics_kernel[(n_blocks * planes,)](
+            k_arg,
+            v_arg,
+            length,
+            matrix,
+            empty(planes * n_blocks * (2 * head_dim + value_dim)),
+            torch.zeros(planes, dtype=torch.int32, device=k.device),
+            mean,
+            rotated,
+            v_scale,
+            n_blocks,
+            heads,
+            size,
+            ROWS=STATISTICS_ROWS,
+            T=64,
+            D=head_dim,
+            DV=value_dim,
+            num_warps=8,
+        )
+    classes = 1 if high is None else 2
+    codes = empty(classes, batch, heads, n_tiles * TILE, head_dim, dtype=torch.uint8)
+    scales = empty(classes, batch, heads, n_tiles)
+    v_codes = empty(batch, heads, value_dim, n_tiles * TILE, dtype=torch.uint8) if fp8 else None
+    _fold_kv_kernel[(n_tiles * planes * (1 + fp8),)](
+        k_arg,
+        v_arg,
+        length,
+        rotated,
+        matrix,
+        codes,
+        scales,
+        v_codes,
+        v_scale,
+        n_tiles,
+        planes,
+        heads,
+        size,
+        T=TILE,
+        D=head_dim,
+        DV=value_dim,
+        HIGH=_class_spec(high, config.scale_rule),
+        LOW=_class_spec(low, config.scale_rule),
+        num_warps=8 * classes,
+    )
+    return FoldedKV(codes, scales, mean, v_codes, v_scale)
+
+
+def fold_q(
+    q: torch.Tensor,
+    high: tuple[BlockFormat, str] | None,
+    low: tuple[BlockFormat, str],
+    length: torch.Tensor | None,
+    n_kv: int,
+    config: DMAConfig,
+    scale: float,
+    mean: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Q (B, H, S, D): codes, scales, and scale * q . mean (B, H, S) where mean (of K) is given.
+
+    A negative `scale` goes into the codes: the kernel's maxima need factors >= 0.
+    """
+    batch, heads, size, head_dim = q.shape
+    if length is None:
+        n_tiles = triton.cdiv(((n_kv - size) & (TILE - 1)) + size, TILE)
+    else:
+        n_tiles = triton.cdiv(size, TILE) + 1
+    classes = 1 if high is None else 2
+    shape = (classes, batch, heads, n_tiles * TILE)
+    codes = torch.empty(*shape, head_dim, dtype=torch.uint8, device=q.device)
+    scales = torch.empty(shape, dtype=torch.float32, device=q.device)
+    shift = None
+    if mean is not None:
+        shift = torch.empty(batch, heads, size, dtype=torch.float32, device=q.device)
+    _fold_q_kernel[(n_tiles * batch * heads,)](
+        Strided(q, q.stride()),
+        length,
+        _hadamard(head_dim, q.dtype, q.device) if config.rotate else None,
+        codes,
+        scales,
+        shift,
+        mean,
+        n_tiles,
+        batch * heads,
+        heads,
+        1 if mean is None else heads // mean.shape[1],
+        size,
+        n_kv,
+        -1.0 if scale < 0 else 1.0,
+        scale,
+        T=TILE,
+        D=head_dim,
+        HIGH=_class_spec(high, config.scale_rule),
+        LOW=_class_spec(low, config.scale_rule),
+        num_warps=8 * classes,
+    )
+    return codes, scales, shift
+
+
+@functools.cache
+def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The Hadamard matrix in Sylvester order, unnormalised."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix.to(device, dtype)
+
+
+def _class_spec(
+    cls: tuple[BlockFormat, str] | None, scale_rule: str
+) -> tuple[str, str, str] | None:
+    return None if cls is None else (cls[0].name, cls[0].resolve_rule(scale_rule), cls[1])

@@ -1,0 +1,17 @@
+"""The kernels that prepare Hopper's operands, under the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.folded_checks import CONFIGS, check_fold
+from tests.impls import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
+@pytest.mark.parametrize("text", CONFIGS)
+def test_fold(text: str, special: bool) -> None:
+    check_fold(text, 64, torch.float16, "cpu", special)

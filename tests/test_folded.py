@@ -1,0 +1,73 @@
+"""Folding block scales into E4M3: its bounds, worked values, and the kernels on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dma_attn import quantize
+from dma_attn.quant.reference import fold_reference
+from dma_attn.testing import fold
+from tests.impls import DEVICE, needs_gpu
+
+E4M3 = torch.float8_e4m3fn
+
+
+def decoded(values: torch.Tensor, by_row: bool) -> torch.Tensor:
+    codes, scales = fold_reference(values, by_row)
+    rows = 1 if by_row else 128
+    per_row = scales.repeat_interleave(rows, -1)[..., : values.shape[-2]]
+    return codes.view(E4M3).double() * per_row.double()[..., None]
+
+
+def test_worked_values() -> None:
+    """448 fits with power 1, 449 needs 2; ties go to even; a row of zeros has codes 0."""
+    x = torch.tensor([[448.0, 1.0, 2.0**-9], [449.0, 1.0, 2.0**-9], [0.0, -0.0, 0.0],
+                      [3.5, 17 / 16, -19 / 16]])
+    codes, scales = fold_reference(x, by_row=True)
+    assert scales.tolist()[:2] == [1.0, 2.0] and scales.tolist()[3] == 2.0**-7
+    values = codes.view(E4M3).float() * scales[:, None]
+    assert values.tolist()[0] == [448.0, 1.0, 2.0**-9]
+    assert values.tolist()[1] == [448.0, 1.0, 0.0]  # 224.5 -> 224; half a quantum ties to 0
+    assert not values[2].any()
+    assert values.tolist()[3] == [3.5, 1.0, -1.25]
+    assert fold_reference(torch.tensor([[torch.nan, 1.0], [torch.inf, 1.0]]), True)[0][:, 0].tolist(
+    ) == [0x7F, 0x7F]
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_reference_equals_the_oracle(by_row: bool) -> None:
+    x = torch.randn(2, 3, 300, 40) * torch.exp(2 * torch.randn(2, 3, 300, 1))
+    assert torch.equal(decoded(x, by_row), fold(x, 1 if by_row else 128))
+
+
+def test_mxfp4_is_exact_14_binades_below_the_maximum() -> None:
+    """e2m1 times a power of two is an E4M3 value as long as its quantum is at least 2^-9."""
+    steps = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6])
+    x = torch.stack([6.0 * torch.ones(7), *(steps * 2.0**-e for e in range(15))])
+    x = torch.cat([x, x.roll(1, 0)], 1)
+    folded = decoded(x, by_row=False)
+    assert torch.equal(folded, x.double())
+
+
+def test_mxfp8_is_exact_while_block_exponents_span_eight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    spread = 2.0 ** torch.randint(0, 8, (128, 4, 1), generator=generator)
+    x = (torch.randn(128, 4, 32, generator=generator) * spread).flatten(1)
+    values = quantize(x, "mxfp8").dequantize(torch.float32)
+    gap = (decoded(values, by_row=False) - values).norm() / values.norm()
+    assert gap < 1e-3
+    beyond = (decoded(values, by_row=False) - values).abs().max()
+    assert beyond <= 2.0**-10 * values.abs().max()
+
+
+@needs_gpu
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_on_the_gpu(head_dim: int, dtype: torch.dtype, special: bool) -> None:
+    pytest.importorskip("triton")
+    from tests.folded_checks import CONFIGS, check_fold
+
+    for text in CONFIGS:
+        check_fold(text, head_dim, dtype, DEVICE, special)

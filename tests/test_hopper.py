@@ -1,0 +1,280 @@
+"""The Hopper kernel: which calls it takes, what it compiles to, and its results on an H200."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dma_attn import (
+    DMAConfig,
+    dma_attention,
+    dma_attention_prepared,
+    explain,
+    prepare_kv,
+)
+from dma_attn.attention.dispatch import hopper_gap, use_hopper
+from dma_attn.device import DeviceInfo, device_info, override_device
+from dma_attn.quant.rows import Rows
+from dma_attn.testing import error_budget, quantised_oracle, random_qkv
+from tests.impls import DEVICE, ON_GPU
+
+pytest.importorskip("triton")
+
+import triton
+
+from tests.compiling import compile_only, device_tensor
+
+HOPPER = DeviceInfo("test Hopper", (9, 0), 232448, "3.6.0")
+CONFIGS = ["default", "default,pv=fp8", "hopper", "hopper,pv=fp16", "mxfp8,pv=fp8", "nvfp4"]
+
+needs_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not ON_GPU or device_info("cuda").capability != (9, 0),  # type: ignore[union-attr]
+        reason="needs compute capability 9.0",
+    ),
+]
+
+
+def gap(config: str = "default,pv=fp8", *, capability: tuple[int, int] = (9, 0),
+        dims: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.bfloat16,
+        view: int | None = None, masked: bool = False, **rows: torch.Tensor) -> str:
+    """Why the kernel does not take a call; "" when it does."""
+    k = device_tensor(2, 2, 300, dims[0], dtype=dtype)
+    v = device_tensor(2, 2, 300, dims[1] + 8, dtype=dtype)[..., view or 0 :][..., : dims[1]]
+    info = DeviceInfo("test GPU", capability, 232448, "3.6.0")
+    with use_hopper(), override_device(info):
+        return hopper_gap(k, v, DMAConfig.parse(config), Rows(2, 300, **rows), masked)
+
+
+def test_covered_calls() -> None:
+    for config in CONFIGS:
+        assert gap(config) == "", config
+    for dims in ((64, 64), (64, 128), (128, 64)):
+        assert gap(dims=dims) == ""
+    assert gap(dtype=torch.float16) == ""
+    assert gap(length=torch.tensor([300, 5], dtype=torch.int32)) == ""
+    assert gap(view=1) == ""  # FP8 V is made from any strides
+    assert gap("default,high=mxfp4,low=mxfp4,granularity=tensor") == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"capability": (8, 0)}, "capability 9.0"),
+        ({"capability": (10, 0)}, "capability 9.0"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"dims": (96, 96)}, "96"),
+        ({"dims": (128, 256)}, "256"),
+        ({"config": "paper"}, "paper"),
+        ({"config": "default,high=none"}, "none"),
+        ({"config": "off"}, "none"),
+        ({"config": "default,low=int4"}, "int4"),
+        ({"config": "default,low=fp4"}, "fp4"),
+        ({"config": "default,high=int8"}, "int8 in a pair"),
+        ({"config": "default,high=int8,low=int8"}, "granularity"),
+        ({"config": "nvfp4,granularity=tensor"}, "tensor"),
+        ({"masked": True}, "mask"),
+        ({"valid": torch.ones(2, 300, dtype=torch.bool)}, "mask"),
+        ({"cu": torch.tensor([0, 1, 300], dtype=torch.int32)}, "packed"),
+        ({"config": "default", "view": 1}, "strides"),
+        ({"config": "default", "length": torch.tensor([3, 5], dtype=torch.int32)}, "kv_len"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_other_calls_name_the_reason(arguments: dict[str, object], words: str) -> None:
+    assert words in gap(**arguments)  # type: ignore[arg-type]
+
+
+def test_off_by_default_and_explained() -> None:
+    q = device_tensor(1, 2, 300, 128)
+    with override_device(HOPPER):
+        assert "portable kernel" in explain(q, q, q, impl="triton")
+        assert "use_hopper()" in explain(q, q, q, impl="triton")
+        with use_hopper():
+            assert "hopper kernel" in explain(q, q, q, impl="triton")
+            text = explain(q, q, q, impl="triton", config=DMAConfig.preset("paper"))
+            assert "portable kernel" in text and "paper" in text
+
+
+def compiled(config: str, dims: tuple[int, int], **arguments: object) -> Any:
+    """The attention kernel of one call, which must launch nothing of the portable path."""
+    q = device_tensor(1, 4, 300, dims[0])
+    k, v = device_tensor(1, 2, 300, dims[0]), device_tensor(1, 2, 300, dims[1])
+    with use_hopper(), compile_only(90) as kernels:
+        dma_attention(q, k, v, config=DMAConfig.parse(config), impl="triton", **arguments)
+    by_name = {kernel.metadata.name: kernel for kernel in kernels}
+    assert set(by_name) <= {
+        "_statistics_kernel", "_fold_kv_kernel", "_fold_q_kernel", "_hopper_kernel"
+    }
+    kernel = by_name["_hopper_kernel"]
+    assert kernel.metadata.shared <= 232448
+    return kernel
+
+
+def machine_code(kernel: Any, folder: Path) -> str:
+    """SASS, by the disassembler that comes with Triton."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("config", ["default", "default,pv=fp8", "hopper"])
+def test_instructions(config: str, dims: tuple[int, int], tmp_path: Path) -> None:
+    """8-bit products for Q K^T, FP8 or bf16 ones for P V, TMA loads; in the machine code no spills,
+    and few waits: ptxas puts one after each product when it cannot keep several in flight.
+    """
+    kernel = compiled(config, dims, is_causal=True)
+    ptx, sass = kernel.asm["ptx"], machine_code(kernel, tmp_path)
+    scores = "s32.s8.s8" if config == "hopper" else "f32.e4m3.e4m3"
+    assert re.search(rf"wgmma\.mma_async\S*m64n128k32\.{re.escape(scores)}", ptx)
+    values = rf"n{dims[1]}k16\.f32\.bf16" if config == "default" else rf"n{dims[1]}k32\.f32\.e4m3"
+    assert re.search(rf"wgmma\.mma_async\S*m64{values}", ptx)
+    assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    assert not re.search(r"\b(STL|LDL)\b", sass)
+    assert sass.count("WARPGROUP.DEPBAR") < sass.count("GMMA.64x")
+
+
+@pytest.mark.parametrize("arguments", [
+    {"is_causal": True, "return_lse": True},
+    {"is_causal": True, "window_size": 200},
+    {"kv_len": torch.tensor([100], dtype=torch.int32)},
+], ids=lambda x: "-".join(x))
+def test_other_variants_compile(arguments: dict[str, object], tmp_path: Path) -> None:
+    for config in ("default,pv=fp8", "hopper"):
+        sass = machine_code(compiled(config, (128, 128), **arguments), tmp_path)
+        assert len(re.findall(r"\bSTL\b", sass)) < 64
+
+
+def test_a_new_length_never_recompiles() -> None:
+    seen = set()
+    for heads, n in ((2, 1000), (16, 1024), (3, 1337)):
+        q = device_tensor(1, heads, n, 64)
+        with use_hopper(), compile_only(90) as kernels:
+            dma_attention(q, q, q, is_causal=True, impl="triton")
+        seen |= {(k.metadata.name, k.hash) for k in kernels}
+    assert len(seen) == len({name for name, _ in seen})
+
+
+class TestOnHopper:
+    """Against the oracle whose copies are folded into E4M3."""
+
+    pytestmark = needs_hopper
+
+    @pytest.mark.parametrize("config", CONFIGS)
+    @pytest.mark.parametrize(
+        ("heads", "lengths", "dims", "causal"),
+        [
+            ((4, 2), (512, 512), (128, 128), True),
+            ((3, 3), (300, 300), (64, 64), True),
+            ((8, 1), (77, 500), (128, 64), True),
+            ((7, 1), (500, 77), (64, 128), True),
+            ((4, 4), (1, 700), (128, 128), True),
+            ((6, 2), (333, 1000), (128, 128), False),
+            ((1, 1), (1, 1), (64, 64), False),
+            ((2, 1), (2600, 2600), (128, 128), True),
+        ],
+        ids=str,
+    )
+    def test_oracle(
+        self,
+        heads: tuple[int, int],
+        lengths: tuple[int, int],
+        dims: tuple[int, int],
+        causal: bool,
+        config: str,
+    ) -> None:
+        q, k, v = random_qkv(2, heads, lengths, dims, device=DEVICE)
+        check(q, k + 0.5, v, config, is_causal=causal)
+
+    @pytest.mark.parametrize("config", ["default,pv=fp8", "default", "hopper"])
+    @pytest.mark.parametrize(
+        "arguments",
+        [{"window_size": 200}, {"window_size": 1}, {"scale": -0.1}, {"scale": 0.0}, {"kv_len": 77}],
+        ids=str,
+    )
+    def test_options(self, config: str, arguments: dict[str, object]) -> None:
+        q, k, v = random_qkv(1, (4, 2), (300, 900), 128, device=DEVICE)
+        check(q, k, v, config, is_causal=True, **arguments)
+
+    @pytest.mark.parametrize("config", ["default,pv=fp8", "hopper"])
+    def test_lengths_on_the_device(self, config: str) -> None:
+        q, k, v = random_qkv(3, (4, 2), (200, 700), 128, device=DEVICE)
+        ends = torch.tensor([700, 0, 333], dtype=torch.int32, device=DEVICE)
+        for b, end in enumerate(ends.tolist()):
+            k[b, :, end:], v[b, :, end:] = torch.nan, torch.nan
+        check(q, k, v, config, is_causal=True, kv_len=ends)
+
+    def test_keys_before_every_window_may_hold_anything(self) -> None:
+        for config in ("default,pv=fp8", "default"):
+            q, k, v = random_qkv(1, (2, 2), (100, 600), 64, device=DEVICE)
+            v[:, :, : 600 - 100 - 50 + 1] = torch.nan
+            out = attend(q, k, v, config, is_causal=True, window_size=50)[0]
+            assert out.isfinite().all()
+
+    def test_second_level_sum(self) -> None:
+        """Ones probe over 65536 keys: P is exact, so only the accumulation could err."""
+        q = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=DEVICE)
+        k = torch.randn(1, 1, 65536, 64, device=DEVICE).bfloat16()
+        out, _ = attend(q, k, torch.ones_like(k), "default,pv=fp8")
+        assert (out.float() - 1).abs().max() < 1e-3
+
+    def test_prepared_and_strided_calls_are_bit_equal(self) -> None:
+        q, k, v = random_qkv(2, (4, 2), (300, 300), 128, device=DEVICE)
+        for config in CONFIGS:
+            ref = attend(q, k, v, config, is_causal=True)
+            inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+            out = attend(*inside, config, is_causal=True)
+            assert torch.equal(out[0], ref[0]) and torch.equal(out[1], ref[1])
+            with use_hopper():
+                kv = prepare_kv(k, v, DMAConfig.parse(config))
+                out = dma_attention_prepared(q, kv, is_causal=True, return_lse=True)
+            assert torch.equal(out[0], ref[0]) and torch.equal(out[1], ref[1])
+
+    def test_graph_capture(self) -> None:
+        q, k, v = random_qkv(1, (4, 2), (300, 300), 128, device=DEVICE)
+        ref, _ = attend(q, k, v, "default,pv=fp8", is_causal=True)
+        out = torch.empty_like(q)
+        graph = torch.cuda.CUDAGraph()
+        with use_hopper(), torch.cuda.graph(graph):
+            dma_attention(q, k, v, is_causal=True, config=DMAConfig(pv="fp8"), out=out)
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, ref)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str, **arguments: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with use_hopper():
+        assert "hopper kernel" in explain(q, k, v, config=DMAConfig.parse(config), impl="triton")
+        return dma_attention(q, k, v, config=DMAConfig.parse(config), return_lse=True,
+                             impl="triton", **arguments)  # type: ignore[arg-type, return-value]
+
+
+def check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str, **arguments: object
+) -> None:
+    """Within the bounds of docs/numerics.md of the oracle with folded copies; deterministic."""
+    out, lse = attend(q, k, v, config, **arguments)
+    again = attend(q, k, v, config, **arguments)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    parsed = DMAConfig.parse(config)
+    ref, ref_lse = quantised_oracle(q, k, v, parsed, folded=True, **arguments)  # type: ignore[arg-type]
+    budget = error_budget(parsed, out.numel())
+    blind = ref_lse == -torch.inf
+    assert not out[blind].any() and torch.equal(lse == -torch.inf, blind)
+    gap = (out.double() - ref).norm() / ref.norm().clamp(min=1e-30)
+    assert gap <= budget.rel_l2, f"rel-L2 {gap:.2e}"
+    seen = ~blind
+    if seen.any():
+        bound = budget.lse + budget.lse_relative * ref_lse[seen].abs().max()
+        assert (lse.double() - ref_lse)[seen].abs().max() <= bound
