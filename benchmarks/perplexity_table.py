@@ -12,7 +12,6 @@ native instead. Exit code 1 when a row is off by more than `--tolerance` percent
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dma_attn import DMAConfig
+from dma_attn.bench.results import write_csv
 from dma_attn.device import device_status
 from dma_attn.evaluation.attention import using_config
 from dma_attn.evaluation.environment import environment
@@ -114,7 +114,8 @@ def main() -> int:
     rows = measure(loaded.model, ids, options, by_ratio)
     facts = {**environment(options.device), "path": f"{status.path}, {status.kernel}"}
     facts["judged by"] = "ratio to native" if by_ratio else "value"
-    write_csv(options.out, rows, facts)
+    lines = [[*row.cells(), f"{row.seconds:.1f}"] for row in rows]
+    write_csv(options.out, facts, [*COLUMNS, "seconds"], lines)
     print(f"{options.out} written")
     bad = [row for row in rows if not abs(row.deviation) <= options.tolerance]
     for row in bad:
@@ -186,18 +187,6 @@ def print_cells(cells: Any) -> None:
         "  ".join(f"{cell:<18}" if i == 0 else f"{cell:>9}" for i, cell in enumerate(cells)),
         flush=True,
     )
-
-
-def write_csv(path: Path, rows: list[Measured], facts: dict[str, str]) -> None:
-    """The rows as CSV, after comment lines that say what they were measured on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        for name, value in facts.items():
-            file.write(f"# {name}: {value}\n")
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*COLUMNS, "seconds"])
-        for row in rows:
-            writer.writerow([*row.cells(), f"{row.seconds:.1f}"])
 
 
 if __name__ == "__main__":

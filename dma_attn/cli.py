@@ -1,4 +1,4 @@
-"""The command line: `dma-attn info`, `dma-attn demo` and `dma-attn generate`.
+"""The command line: `dma-attn info`, `demo`, `generate` and `bench`.
 
 Commands are thin, and import torch, transformers and matplotlib only when they run: at the top of
 this file, an interrupt would end in a traceback. A wrong command line or value ends with exit code
@@ -29,6 +29,8 @@ except KeyboardInterrupt:
     print("dma-attn: error: interrupted", file=sys.stderr)
     raise SystemExit(130) from None
 
+from . import cli_bench
+
 if TYPE_CHECKING:
     from .config import DMAConfig
     from .evaluation.errors import SettingError
@@ -41,6 +43,8 @@ app = typer.Typer(
     help="Diagonal-tiled mixed-precision attention: look, measure, try.",
 )
 
+
+app.add_typer(cli_bench.app, name="bench")
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""

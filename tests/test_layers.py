@@ -26,7 +26,8 @@ LAYER = {
     "evaluation": 6,
     "bench": 6,
     "report": 7,
-    "cli": 7,
+    "cli": 8,
+    "cli_bench": 7,
 }
 SIDE = "testing"  # input makers and error budgets: may import anything, imported by benches only
 KERNELS = "attention.kernels"

@@ -459,14 +459,24 @@ def launch(
     lse: torch.Tensor | None,
 ) -> None:
     """Fill out (B, H_q, S_q, Dv) and lse (B, H_q, S_q)."""
-    if out.numel() == 0:
-        return
+    if out.numel():
+        run(folded_queries(q, kv, call.scale, lse is not None), kv, call, out, lse)
+
+
+def run(
+    queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    kv: PreparedKV,
+    call: CallOptions,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """The one launch, from what `folded_queries` returned."""
     assert kv.folded is not None  # what brought the call here
     k_codes, k_scales = kv.folded
-    codes, scales, shift = folded_queries(q, kv, call.scale, lse is not None)
+    codes, scales, shift = queries
     config = kv.config.canonical()
     batch, kv_heads, n_kv, head_dim, value_dim = kv.shape
-    heads, n_q = q.shape[1:3]
+    heads, n_q = out.shape[1:3]
     classes, n_blocks, n_tiles = codes.shape[0], codes.shape[3] // TILE, k_codes.shape[3] // TILE
     integer = config.low == "int8"
     pv8 = kv.v_scale is not None

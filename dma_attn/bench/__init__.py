@@ -1,0 +1,1 @@
+"""Timing against peers, on the same inputs in one run: `dma-attn bench`."""

@@ -1,0 +1,108 @@
+"""The quantisers: bandwidth of the fused passes, and fused against unfused.
+
+Bytes are what the algorithm must move: every pass over K and V counted, whatever the caches save.
+The yardstick is a device copy in the same run. Buffers rotate through more than the L2 holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .. import quantize_pair
+from ..attention.dispatch import use_hopper
+from ..attention.prepare import class_spans
+from ..config import DMAConfig
+from .timing import L2_BYTES, Candidate, Timing, time_candidates
+
+
+@dataclass(frozen=True)
+class QuantRow:
+    """One measured pass over a length: bytes it must move, share of the copy's bandwidth."""
+
+    length: int
+    candidate: str
+    timing: Timing
+    bytes: int
+    share: float
+
+    @property
+    def gbytes_per_s(self) -> float:
+        """Bandwidth in GB/s."""
+        return self.bytes / self.timing.ms / 1e6
+
+
+def measure_fold(
+    length: int, config: str = "default,pv=fp8", heads: int = 8, head_dim: int = 128,
+    rounds: int = 5, seconds: float = 0.05,
+) -> list[QuantRow]:
+    """The Hopper pre-pass of K and V (statistics, then folding) against a device copy of both."""
+    from ..quant.folded import fold_kv
+
+    parsed = DMAConfig.parse(config)
+    spans = class_spans(parsed, query=False)
+    classes = 1 if spans[0] is None else 2
+    size = heads * length * head_dim
+    count = max(2, -(-2 * L2_BYTES // (4 * size)))
+    buffers = [_normal(2, heads, length, head_dim) for _ in range(count)]
+    copies = [torch.empty_like(x) for x in buffers]
+    fp8 = parsed.pv == "fp8"
+    moved = {
+        "device copy": 8 * size,
+        f"fold {config}": size * ((2 if parsed.smooth_k else 0) + 2 + classes
+                                  + ((2 + 2 + 1) if fp8 else 0)),
+    }
+
+    def fold(kv: torch.Tensor) -> Callable[[], object]:
+        return lambda: fold_kv(kv[:1], kv[1:], *spans, None, parsed)
+
+    def copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        return lambda: target.copy_(source)
+
+    candidates = [
+        Candidate("device copy", [copy(a, b) for a, b in zip(buffers, copies, strict=True)]),
+        Candidate(f"fold {config}", [fold(x) for x in buffers]),
+    ]
+    with use_hopper():
+        timings = time_candidates(candidates, rounds, seconds)
+    return _rows(length, timings, moved)
+
+
+def measure_fusion(
+    length: int, heads: int = 32, head_dim: int = 128, rounds: int = 5, seconds: float = 0.05
+) -> list[QuantRow]:
+    """The fused bit-exact quantiser (MXFP8 and NVFP4 copies, rotated) against the same in PyTorch,
+    eager and compiled."""
+    x = _normal(1, heads, length, head_dim)
+    arguments = {"rotate": True}
+
+    def eager() -> object:
+        return quantize_pair(x, "mxfp8", "nvfp4", impl="reference", **arguments)  # type: ignore[arg-type]
+
+    def fused() -> object:
+        return quantize_pair(x, "mxfp8", "nvfp4", impl="triton", **arguments)  # type: ignore[arg-type]
+
+    candidates = [
+        Candidate("fused", [fused], graph=False),
+        Candidate("eager", [eager], graph=False),
+        Candidate("torch.compile", [torch.compile(eager)], graph=False),
+        Candidate("device copy", [x.clone], graph=False),
+    ]
+    size = heads * length * head_dim
+    moved = dict.fromkeys(("fused", "eager", "torch.compile"), round(size * (2 + 1 + 0.5 + 3 / 32)))
+    moved["device copy"] = 4 * size
+    return _rows(length, time_candidates(candidates, rounds, seconds), moved)
+
+
+def _rows(length: int, timings: dict[str, Timing], moved: dict[str, int]) -> list[QuantRow]:
+    speed = {name: moved[name] / timing.ms for name, timing in timings.items()}
+    return [
+        QuantRow(length, name, timing, moved[name], speed[name] / speed["device copy"])
+        for name, timing in timings.items()
+    ]
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").bfloat16()

@@ -1,0 +1,79 @@
+"""Benchmark results as CSV, with what they were measured on, and as Markdown tables."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from .prefill import Row, Verdict
+from .quantise import QuantRow
+
+PREFILL_COLUMNS = ("workload", "candidate", "kind", "ms", "spread_percent", "tflops", "error",
+                   "clock_mhz")
+CLAIM_COLUMNS = ("workload", "candidate", "kind", "against", "ratio", "must", "target", "holds")
+QUANT_COLUMNS = ("length", "candidate", "ms", "spread_percent", "gb_per_s", "share_of_copy")
+
+
+def prefill_cells(rows: Iterable[Row]) -> list[list[str]]:
+    """One line a measured candidate, in the order of `PREFILL_COLUMNS`."""
+    return [
+        [str(r.workload), r.candidate, r.kind, f"{r.timing.ms:.4f}", f"{100 * r.timing.spread:.1f}",
+         f"{r.tflops:.0f}", f"{r.error:.4f}", str(r.timing.clock or "")]
+        for r in rows
+    ]
+
+
+def claim_cells(verdicts: Iterable[Verdict]) -> list[list[str]]:
+    """One line a claim on a workload, in the order of `CLAIM_COLUMNS`."""
+    return [
+        [str(v.workload), v.claim.candidate, v.claim.kind, " / ".join(v.claim.against),
+         "not measured" if v.ratio is None else f"{v.ratio:.3f}", f"{v.claim.must:.2f}",
+         f"{v.claim.target:.2f}", "yes" if v.holds else "no"]
+        for v in verdicts
+    ]
+
+
+def quant_cells(rows: Iterable[QuantRow]) -> list[list[str]]:
+    """One line a measured pass, in the order of `QUANT_COLUMNS`."""
+    return [
+        [str(r.length), r.candidate, f"{r.timing.ms:.4f}", f"{100 * r.timing.spread:.1f}",
+         f"{r.gbytes_per_s:.0f}", f"{r.share:.3f}"]
+        for r in rows
+    ]
+
+
+def write_csv(
+    path: Path, facts: Mapping[str, str], columns: Sequence[str], lines: Iterable[Sequence[str]]
+) -> None:
+    """Comment lines `# name: value` that say what was measured on, then the table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        for name, value in facts.items():
+            file.write(f"# {name}: {value}\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(lines)
+
+
+def read_csv(path: Path) -> tuple[dict[str, str], list[str], list[list[str]]]:
+    """Facts, columns and lines of a file that `write_csv` wrote.
+
+    Raises:
+        ValueError: the file holds no table.
+    """
+    text = path.read_text(encoding="utf-8").splitlines()
+    facts = dict(line[2:].split(": ", 1) for line in text if line.startswith("# "))
+    table = list(csv.reader(line for line in text if line and not line.startswith("#")))
+    if not table:
+        raise ValueError(f"{path}: expected a CSV table, got none")
+    return facts, table[0], table[1:]
+
+
+def markdown(path: Path) -> str:
+    """A section for docs/results.md: the file's name, its facts in one line, its table."""
+    facts, columns, lines = read_csv(path)
+    shown = ", ".join(f"{name} {value}" for name, value in facts.items())
+    rows = [columns, ["---"] * len(columns), *lines]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return f"## {path.stem}\n\n{shown}\n\n{table}\n"

@@ -1,0 +1,112 @@
+"""Interleaved GPU timing: candidates take turns, so that clocks and heat meet them all alike.
+
+After `WARMUP` calls of each candidate every round times all of them, A B C A B C, each over enough
+calls to last `seconds`. Reported are the median over the rounds and the spread
+(maximum - minimum) / median. With `graph` a candidate's calls are captured once and replayed: what
+the GPU needs, without the host's launch overhead.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+WARMUP = 20
+MIN_ROUNDS = 5
+GRAPH_CALLS = 4
+L2_BYTES = 50 * 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median time of one call in milliseconds, relative spread over the rounds, SM clock in MHz."""
+
+    ms: float
+    spread: float
+    clock: int | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to time: calls that do the same work, rotated so that inputs differ (cold L2)."""
+
+    name: str
+    calls: Sequence[Callable[[], object]]
+    graph: bool = True
+
+
+def time_candidates(
+    candidates: Sequence[Candidate], rounds: int = MIN_ROUNDS, seconds: float = 0.1
+) -> dict[str, Timing]:
+    """Time all candidates in turn; name -> timing.
+
+    Raises:
+        ValueError: fewer than `MIN_ROUNDS` rounds, or two candidates with one name.
+    """
+    if rounds < MIN_ROUNDS:
+        raise ValueError(f"rounds: expected at least {MIN_ROUNDS}, got {rounds}")
+    if len({c.name for c in candidates}) < len(candidates):
+        raise ValueError(f"candidates: expected one each, got {[c.name for c in candidates]}")
+    prepared = [(c.name, *_prepare(c, seconds)) for c in candidates]
+    times: dict[str, list[float]] = {name: [] for name, *_ in prepared}
+    clocks: dict[str, list[int]] = {name: [] for name, *_ in prepared}
+    for _ in range(rounds):
+        for name, run, calls, repeats in prepared:
+            times[name].append(_elapsed(run, repeats) / (calls * repeats))
+            if (clock := _sm_clock()) is not None:
+                clocks[name].append(clock)
+    return {name: summarise(times[name], clocks[name]) for name in times}
+
+
+def summarise(times: Sequence[float], clocks: Sequence[int]) -> Timing:
+    """Median and relative spread of the rounds' times."""
+    middle = statistics.median(times)
+    clock = round(statistics.median(clocks)) if clocks else None
+    return Timing(middle, (max(times) - min(times)) / middle, clock)
+
+
+def _prepare(candidate: Candidate, seconds: float) -> tuple[Callable[[], object], int, int]:
+    """What to run, how many calls it makes, and how often it lasts `seconds`."""
+    for i in range(WARMUP):
+        candidate.calls[i % len(candidate.calls)]()
+    torch.cuda.synchronize()
+    calls = max(GRAPH_CALLS, len(candidate.calls))
+
+    def all_calls() -> None:
+        for i in range(calls):
+            candidate.calls[i % len(candidate.calls)]()
+
+    run: Callable[[], object] = all_calls
+    if candidate.graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_calls()
+        run = graph.replay
+    run()
+    once = _elapsed(run, 1)
+    return run, calls, max(1, round(1000 * seconds / once))
+
+
+def _elapsed(run: Callable[[], object], repeats: int) -> float:
+    """Milliseconds on the GPU's clock."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _sm_clock() -> int | None:
+    """SM clock in MHz right after a measurement, None where nvidia-smi does not say."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return int(text.stdout.split()[torch.cuda.current_device()])
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
+        return None
