@@ -8,7 +8,7 @@ PYTHON ?= python3
 TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-BENCH_ARGS ?=
+BENCH_OUT ?= benchmarks/results/gpu
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -61,11 +61,12 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## list the benchmark scripts; with a CUDA device run the perplexity table
-	@printf '%s\n' 'benchmark scripts:' $(wildcard benchmarks/*.py)
+bench: $(STAMP) ## with a CUDA device: the perplexity table, the quantisers, prefill against peers
 	@$(BIN)/python -c 'import sys, torch; \
 	  sys.exit(0 if torch.cuda.is_available() else "make bench needs a CUDA device; none was found")'
-	$(BIN)/python benchmarks/perplexity_table.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/perplexity_table.py --out $(BENCH_OUT)/perplexity.csv
+	$(BIN)/dma-attn bench quant --out $(BENCH_OUT)
+	$(BIN)/dma-attn bench prefill --out $(BENCH_OUT)
 
 clean: ## remove everything that make created here, .venv included
 	rm -rf $(VENV) build dist dma-report .mypy_cache .pytest_cache .ruff_cache .hypothesis

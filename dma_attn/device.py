@@ -156,6 +156,14 @@ def shared_memory_limit(device: torch.device | str) -> int:
     return info.shared_memory if info is not None else 101376
 
 
+def processor_count(device: torch.device | str) -> int:
+    """Streaming multiprocessors of a CUDA device; those of an H100 where there is none to ask."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def _version(text: str) -> tuple[int, ...]:
     parts = text.split("+")[0].split(".")[:2]
     return tuple(int(p) for p in parts if p.isdigit())
