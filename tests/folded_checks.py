@@ -51,12 +51,14 @@ def expected(x: Tensor, config: DMAConfig, mean: Tensor | None, query: bool, row
 
 
 def close(out: Tensor, ref: Tensor) -> None:
-    """NaN where the reference has it; all but a few values, next to rounding ties, equal."""
-    assert torch.equal(out.isnan(), ref.isnan())
-    differ = ~torch.isclose(out, ref, rtol=1e-5, atol=0, equal_nan=True)
+    """NaN in the same rows (a product takes the whole row); all other values but a few, next to
+    rounding ties, equal."""
+    bad = ref.isnan().any(-1)
+    assert torch.equal(out.isnan().any(-1), bad)
+    out, ref = out[~bad], ref[~bad]
+    differ = ~torch.isclose(out, ref, rtol=1e-5, atol=2.0**-17 * float(ref.abs().max()))
     assert differ.double().mean() < 4e-3, f"{int(differ.sum())} of {ref.numel()} differ"
-    gap = torch.where(ref.isnan(), 0.0, out - ref).norm()
-    assert gap <= 2e-2 * torch.where(ref.isnan(), 0.0, ref).norm()
+    assert (out - ref).norm() <= 2e-2 * ref.norm()
 
 
 def check_fold(text: str, head_dim: int, dtype: torch.dtype, device: str, special: bool) -> None:

@@ -32,11 +32,13 @@ INTERPRETED = tl.constexpr(interpreting())
 
 @triton.jit
 def _to_e2m1(x):
-    """Nearest E2M1 value, ties to even: adding 1.5 * 2^22 quanta rounds at the quantum of x."""
+    """Nearest E2M1 value, ties to even: adding 1.5 * 2^22 quanta rounds at the quantum of x.
+
+    Not saturating: from 7 on the result is 8.
+    """
     binade = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
     magic = (binade + 0x0B400000).to(tl.float32, bitcast=True)
-    rounded = (x + magic) - magic
-    return tl.minimum(tl.maximum(rounded, -constant("E2M1_MAX")), constant("E2M1_MAX"))
+    return (x + magic) - magic
 
 
 @triton.jit
@@ -60,9 +62,13 @@ def _to_e4m3(x):
 
 @triton.jit
 def _to_element(x, FORMAT: tl.constexpr):
-    """Nearest element value of fp32 x, saturating."""
+    """Nearest element value of fp32 x, saturating; E2M1 only in MX formats, since NVFP4's block
+    scales keep x below 7, except in blocks 2^-17 below the largest of the token."""
     if element(FORMAT) == "e2m1":
-        return _to_e2m1(x)
+        x = _to_e2m1(x)
+        if scale_kind(FORMAT) == "e8m0":
+            x = tl.minimum(tl.maximum(x, -element_max(FORMAT)), element_max(FORMAT))
+        return x
     elif element(FORMAT) == "e4m3":
         return _to_e4m3(x)
     elif INTERPRETED:
@@ -74,17 +80,21 @@ def _to_element(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def _candidate(x, scale, inverse, FORMAT: tl.constexpr):
-    """Values of x (T, N, BLOCK) under block scales (T, N), and the squared error (T, N)."""
-    values = _to_element(x * inverse[:, :, None], FORMAT) * scale[:, :, None]
-    diff = values - x
-    return values, tl.sum(diff * diff, 2)
+    """Elements of x (T, N, BLOCK) under block scales (T, N), the scales, squared errors (T, N)."""
+    scaled = x * inverse[:, :, None]
+    elements = _to_element(scaled, FORMAT)
+    diff = elements - scaled
+    return elements, scale, tl.sum(diff * diff, 2) * (scale * scale)
 
 
 @triton.jit
 def _better(first, second):
-    values, error = first
-    values_1, error_1 = second
-    return tl.where((error_1 < error)[:, :, None], values_1, values)
+    """Values of the candidate with the smaller error; ties take the first."""
+    elements, scale, error = first
+    elements_1, scale_1, error_1 = second
+    better = error_1 < error
+    scale = tl.where(better, scale_1, scale)
+    return tl.where(better[:, :, None], elements_1, elements) * scale[:, :, None]
 
 
 @triton.jit
@@ -103,7 +113,7 @@ def _mx_values(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr):
     if RULE == "rceil":
         exponent += ((amax & 0x7FFFFF) > mantissa_of_max(FORMAT)).to(tl.int32)
     first = _candidate(x, _power(exponent), _power(-exponent), FORMAT)
-    values = first[0]
+    values = first[0] * first[1][:, :, None]
     if RULE == "mse":
         second = _candidate(x, _power(exponent + 1), _power(-exponent - 1), FORMAT)
         values = _better(first, second)
@@ -129,6 +139,25 @@ def _nvfp4_candidate(x, amax, TARGET: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _nvfp4_values(blocks, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr):
+    """Values relative to the second-level scale, and that scale (T,); amax: bits (T, N), finite."""
+    largest = tl.max(amax, 1)
+    if SPAN == "tile":
+        largest = tl.zeros_like(largest) + tl.max(largest, 0)
+    factor = largest.to(tl.float32, bitcast=True) * (1.0 / nvfp4_divisor(RULE))
+    factor = tl.where(factor < 2.0**-100, 1.0, factor)
+    inverse = reciprocal(factor)
+    blocks *= inverse[:, None, None]
+    amax = amax.to(tl.float32, bitcast=True) * inverse[:, None]
+    first = _nvfp4_candidate(blocks, amax, constant("E2M1_MAX"), FORMAT)
+    values = first[0] * first[1][:, :, None]
+    if RULE == "mse":
+        second = _nvfp4_candidate(blocks, amax, constant("NVFP4_SECOND_TARGET"), FORMAT)
+        values = _better(first, second)
+    return values, factor
+
+
+@triton.jit
 def in_format(x, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr,
               D: tl.constexpr):
     """What x (T, D) fp32 becomes in a block-scaled format: values (T, D) and a factor (T,) on them.
@@ -136,30 +165,21 @@ def in_format(x, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr, T
     NaN for a block that holds NaN or Inf. The arithmetic of `quant.encode` with reciprocals in
     place of divisions: a value within an ulp of a rounding tie may land on its other side.
     """
-    BLOCK: tl.constexpr = block(FORMAT, D)
-    N: tl.constexpr = D // BLOCK
-    blocks = x.reshape(T, N, BLOCK)
-    amax = tl.max(abs_bits(blocks), 2)
-    bad = amax >= 0x7F800000
-    if scale_kind(FORMAT) == "e8m0":
-        values = _mx_values(blocks, amax, FORMAT, RULE)
-        factor = tl.full([T], 1.0, tl.float32)
+    factor = tl.full([T], 1.0, tl.float32)
+    if FORMAT == "mxfp8" and RULE == "rceil":
+        # A power of two that clips nothing: folding rounds the same mantissas, once
+        values = tl.where(abs_bits(x) >= 0x7F800000, float("nan"), x)
     else:
-        amax = tl.where(bad, 0, amax)
-        largest = tl.max(amax, 1)
-        if SPAN == "tile":
-            largest = tl.zeros_like(largest) + tl.max(largest, 0)
-        factor = largest.to(tl.float32, bitcast=True) * (1.0 / nvfp4_divisor(RULE))
-        factor = tl.where(factor < 2.0**-100, 1.0, factor)
-        inverse = reciprocal(factor)
-        blocks *= inverse[:, None, None]
-        amax = amax.to(tl.float32, bitcast=True) * inverse[:, None]
-        first = _nvfp4_candidate(blocks, amax, constant("E2M1_MAX"), FORMAT)
-        values = first[0]
-        if RULE == "mse":
-            second = _nvfp4_candidate(blocks, amax, constant("NVFP4_SECOND_TARGET"), FORMAT)
-            values = _better(first, second)
-    return tl.where(bad[:, :, None], float("nan"), values).reshape(T, D), factor
+        BLOCK: tl.constexpr = block(FORMAT, D)
+        blocks = x.reshape(T, D // BLOCK, BLOCK)
+        amax = tl.max(abs_bits(blocks), 2)
+        bad = amax >= 0x7F800000
+        if scale_kind(FORMAT) == "e8m0":
+            values = _mx_values(blocks, amax, FORMAT, RULE)
+        else:
+            values, factor = _nvfp4_values(blocks, tl.where(bad, 0, amax), FORMAT, RULE, SPAN)
+        values = tl.where(bad[:, :, None], float("nan"), values).reshape(T, D)
+    return values, factor
 
 
 @triton.jit
@@ -178,10 +198,10 @@ def int8_codes(x, SPAN: tl.constexpr):
 
 @triton.jit
 def fold(values, factor, BY_ROW: tl.constexpr):
-    """values (T, D) * factor (T,) -> E4M3 codes relative to the power of two that holds the
-    largest finite one, of a row or of the tile; that power (T,)."""
-    raw = abs_bits(values)
-    amax = tl.max(tl.where(raw < 0x7F800000, raw, 0), 1).to(tl.float32, bitcast=True) * factor
+    """values (T, D) * factor (T,) -> E4M3 codes relative to the smallest power of two with which
+    the largest of a row, or of the tile's rows without NaN, fits; that power (T,)."""
+    amax = tl.max(abs_bits(values), 1)
+    amax = tl.where(amax < 0x7F800000, amax, 0).to(tl.float32, bitcast=True) * factor
     if not BY_ROW:
         amax = tl.zeros_like(amax) + tl.max(amax, 0)
     amax = amax.to(tl.int32, bitcast=True)

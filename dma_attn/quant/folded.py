@@ -218,12 +218,9 @@ def _statistics_kernel(k, v, length_ptr, hadamard_ptr, partial_ptr, count_ptr, m
             tl.store(mean_ptr + plane * D + offs_d, mean)
             if hadamard_ptr is not None:
                 tl.debug_barrier()
-                rotated = tl.zeros([D], tl.float32)
-                for i in range(0, D, 16):
-                    row = i + tl.arange(0, 16)
-                    signs = tl.load(hadamard_ptr + row[:, None] * D + offs_d[None, :])
-                    part = tl.load(mean_ptr + plane * D + row)
-                    rotated += tl.sum(part[:, None] * signs.to(tl.float32), 0)
+                signs = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
+                column = tl.load(mean_ptr + plane * D + offs_d)
+                rotated = tl.sum(column[:, None] * signs.to(tl.float32), 0)
                 tl.store(rotated_ptr + plane * D + offs_d, rotated * rotation_norm(D))
         if v_scale_ptr is not None:
             scale = tl.max(amax, 0).to(tl.float32, bitcast=True) / constant("E4M3_MAX")
@@ -329,12 +326,15 @@ def fold_q(
     else:
         n_tiles = triton.cdiv(size, TILE) + 1
     classes = 1 if high is None else 2
+    # A scale that spans a tile of queries needs them in one program; else two halves run better
+    rows = TILE if "tile" in [cls[1] for cls in (high, low) if cls] else TILE // 2
     shape = (classes, batch, heads, n_tiles * TILE)
     codes = torch.empty(*shape, head_dim, dtype=torch.uint8, device=q.device)
     scales = torch.empty(shape, dtype=torch.float32, device=q.device)
     shift = None
     if mean is not None:
         shift = torch.empty(batch, heads, size, dtype=torch.float32, device=q.device)
+    n_tiles *= TILE // rows
     _fold_q_kernel[(n_tiles * batch * heads,)](
         Strided(q, q.stride()),
         length,
@@ -351,11 +351,11 @@ def fold_q(
         n_kv,
         -1.0 if scale < 0 else 1.0,
         scale,
-        T=TILE,
+        T=rows,
         D=head_dim,
         HIGH=_class_spec(high, config.scale_rule),
         LOW=_class_spec(low, config.scale_rule),
-        num_warps=8 * classes,
+        num_warps=8 * classes * rows // TILE,
     )
     return codes, scales, shift
 
