@@ -181,9 +181,14 @@ def test_interrupt_that_an_import_swallows(
         raise RuntimeError("half imported")
 
     monkeypatch.setattr("dma_attn.evaluation.models.load_model", swallow)
-    code, line = fail(capsys, "generate", "hi")
-    assert (code, line) == (130, "interrupted")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # A background job of a shell starts with interrupts ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code, line = fail(capsys, "generate", "hi")
+        assert (code, line) == (130, "interrupted")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_demo_on_a_tiny_model(

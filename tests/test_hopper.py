@@ -109,10 +109,9 @@ def compiled(config: str, dims: tuple[int, int], **arguments: object) -> Any:
     with use_hopper(), compile_only(90) as kernels:
         dma_attention(q, k, v, config=DMAConfig.parse(config), impl="triton", **arguments)
     by_name = {kernel.metadata.name: kernel for kernel in kernels}
-    assert set(by_name) <= {
-        "_statistics_kernel", "_fold_kv_kernel", "_fold_q_kernel", "_hopper_kernel"
-    }
-    kernel = by_name["_hopper_kernel"]
+    name = "_narrow_kernel" if dims == (64, 64) else "_hopper_kernel"
+    assert set(by_name) <= {"_statistics_kernel", "_fold_kv_kernel", "_fold_q_kernel", name}
+    kernel = by_name[name]
     assert kernel.metadata.shared <= 232448
     return kernel
 
@@ -137,9 +136,10 @@ def test_instructions(config: str, dims: tuple[int, int], tmp_path: Path) -> Non
     assert re.search(rf"wgmma\.mma_async\S*m64n128k32\.{re.escape(scores)}", ptx)
     values = rf"n{dims[1]}k16\.f32\.bf16" if config == "default" else rf"n{dims[1]}k32\.f32\.e4m3"
     assert re.search(rf"wgmma\.mma_async\S*m64{values}", ptx)
-    assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    if dims != (64, 64):
+        assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
     assert len(re.findall(r"\b(STL|LDL)\b", sass)) < 32
-    assert sass.count("WARPGROUP.DEPBAR") < sass.count("GMMA.64x")
+    assert sass.count("WARPGROUP.DEPBAR") <= sass.count("GMMA.64x")
 
 
 @pytest.mark.parametrize("arguments", [

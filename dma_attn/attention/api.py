@@ -12,7 +12,8 @@ from ..device import device_guard, use_triton
 from ..quant.rows import Rows
 from . import reference
 from . import validate as check
-from .prepare import prepare
+from .dispatch import hopper_kernel
+from .prepare import folded_queries, prepare
 from .types import CallOptions, PreparedKV, mask_floor
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -372,9 +373,8 @@ def _run(
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         with device_guard(q.device):
             if kv.folded is not None:
-                from .kernels import hopper
-
-                hopper.launch(q, kv, call, target, lse)
+                queries = folded_queries(q, kv, call.scale, lse is not None)
+                hopper_kernel(*kv.shape[3:]).run(queries, kv, call, target, lse)
             else:
                 from .kernels import portable
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 
@@ -99,3 +100,14 @@ def fits_tma(x: torch.Tensor) -> bool:
     strides = [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]
     aligned = all(s % step == 0 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0
     return x.stride(3) == 1 and aligned and all(s > 0 for s in strides)
+
+
+def hopper_kernel(head_dim: int, value_dim: int) -> ModuleType:
+    """The Hopper kernel for these head dims, a module with `run`.
+
+    Plain Triton for narrow heads, where several programs an SM keep the exponential unit busy; the
+    warp-specialised kernel for the rest.
+    """
+    from .kernels import hopper, hopper_narrow
+
+    return hopper_narrow if head_dim == value_dim == 64 else hopper

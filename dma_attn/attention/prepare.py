@@ -29,7 +29,7 @@ def prepare(
         masked: The call has an attention mask or torch's top-left causal rule.
     """
     if triton and not hopper_gap(k, v, config, rows, masked):
-        return _prepare_folded(k, v, config, rows, tensor_layout)
+        return prepare_folded(k, v, config, rows, tensor_layout)
     canonical = config.canonical()
     high = _class_format(canonical.high_format, canonical)
     low = canonical.low_format if canonical.low_format.quantised else None
@@ -67,7 +67,7 @@ def prepare(
     )
 
 
-def _prepare_folded(
+def prepare_folded(
     k: torch.Tensor, v: torch.Tensor, config: DMAConfig, rows: Rows, tensor_layout: str
 ) -> PreparedKV:
     """K and V as the Hopper kernel reads them."""

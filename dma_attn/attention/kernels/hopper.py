@@ -42,7 +42,6 @@ from ...device import processor_count
 from ...formats import LOG2_E
 from ...quant.kernels import Strided
 from ...schedule import TILE
-from ..prepare import folded_queries
 from ..types import CallOptions, PreparedKV
 from .hopper_step import (
     STAGES,
@@ -318,18 +317,6 @@ def _hopper_kernel(q_desc, k_desc, v_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr
     ], [4, 1], [240, 24])
 
 
-def launch(
-    q: torch.Tensor,
-    kv: PreparedKV,
-    call: CallOptions,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Fill out (B, H_q, S_q, Dv) and lse (B, H_q, S_q)."""
-    if out.numel():
-        run(folded_queries(q, kv, call.scale, lse is not None), kv, call, out, lse)
-
-
 def run(
     queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     kv: PreparedKV,
@@ -337,7 +324,9 @@ def run(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """The one launch, from what `folded_queries` returned."""
+    """Fill out (B, H_q, S_q, Dv) and lse (B, H_q, S_q) from what `folded_queries` returned."""
+    if out.numel() == 0:
+        return
     assert kv.folded is not None  # what brought the call here
     k_codes, k_scales = kv.folded
     codes, scales, shift = queries
