@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+import dma_attn.evaluation.demo  # noqa: F401 - binds load_model before a test replaces it
 from dma_attn import DMAConfig, __version__
 from dma_attn.cli import main
 from tests.tiny_model import save_tiny_model
