@@ -51,8 +51,8 @@ def prefill(
     seconds: SecondsOption = 0.1,
     out: OutOption = RESULTS,
 ) -> None:
-    """Attention of 32 query and 8 KV heads: batch 1 causal, batch 2 full. Exit code 1 when a claim
-    of the documentation does not hold, or could not be checked.
+    """Attention of 32 query and 8 KV heads: batch 1 causal, batch 2 full. Exit code 1 when a
+    speed that the project aims at is missed, or could not be checked.
 
     Example: dma-attn bench prefill --length 8192 --head-dim 128 --causal
     """
@@ -93,7 +93,7 @@ def prefill(
     verdicts = judge(rows)
     write_csv(out / "prefill_claims.csv", facts, CLAIM_COLUMNS, claim_cells(verdicts))
     _table("Prefill", PREFILL_COLUMNS, prefill_cells(rows))
-    _table("Claims: times as fast as the fastest of the others", CLAIM_COLUMNS,
+    _table("Aims: times as fast as the fastest of the others", CLAIM_COLUMNS,
            claim_cells(verdicts))
     if not all(verdict.holds for verdict in verdicts):
         raise typer.Exit(1)

@@ -99,7 +99,7 @@ def test_missing_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def works(inputs: peers_module.Inputs, causal: bool) -> object:
         return lambda: inputs[0]
 
-    fakes = {name: Peer(name, 16, make)  # type: ignore[arg-type]
+    fakes = {name: Peer(name, make)  # type: ignore[arg-type]
              for name, make in (("absent", absent), ("broken", broken), ("works", works))}
     monkeypatch.setattr(peers_module, "PEERS", fakes)
     x = torch.zeros(1, 1, 4, 8)

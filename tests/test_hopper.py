@@ -97,7 +97,8 @@ def test_off_by_default_and_explained() -> None:
         assert "portable kernel" in explain(q, q, q, impl="triton")
         assert "use_hopper()" in explain(q, q, q, impl="triton")
         with use_hopper():
-            assert "hopper kernel" in explain(q, q, q, impl="triton")
+            text = explain(q, q, q, impl="triton")
+            assert "hopper kernel" in text and "8-bit" in text and "folded into 128 bytes" in text
             text = explain(q, q, q, impl="triton", config=DMAConfig.preset("paper"))
             assert "portable kernel" in text and "paper" in text
 
@@ -219,12 +220,52 @@ class TestOnHopper:
             out = attend(q, k, v, config, is_causal=True, window_size=50)[0]
             assert out.isfinite().all()
 
-    def test_second_level_sum(self) -> None:
-        """Ones probe over 65536 keys: P is exact, so only the accumulation could err."""
-        q = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=DEVICE)
-        k = torch.randn(1, 1, 65536, 64, device=DEVICE).bfloat16()
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_second_level_sum(self, head_dim: int) -> None:
+        """Ones probe over 65536 keys: P is exact, so only the accumulation could err; then values
+        with a mean, where truncation in the accumulator would show as a bias."""
+        q = torch.zeros(1, 1, 128, head_dim, dtype=torch.bfloat16, device=DEVICE)
+        k = torch.randn(1, 1, 65536, head_dim, device=DEVICE).bfloat16()
         out, _ = attend(q, k, torch.ones_like(k), "default,pv=fp8")
         assert (out.float() - 1).abs().max() < 1e-3
+        q, k, v = random_qkv(1, (1, 1), (256, 8192), head_dim, device=DEVICE)
+        v = (1 + 0.3 * v.float()).bfloat16()
+        out, _ = attend(q, k, v, "default,pv=fp8")
+        ref, _ = quantised_oracle(q, k, v, DMAConfig(pv="fp8"), folded=True)
+        assert abs(float((out.double() - ref).mean())) < 5e-3
+
+    @pytest.mark.parametrize("tiles", [1, 2, 8, 9, 10, 16, 17, 18, 33])
+    def test_every_number_of_tiles(self, tiles: int) -> None:
+        """Around the moves into the fp32 sum."""
+        q, k, v = random_qkv(1, (2, 1), (130, 128 * tiles - 3), 128, device=DEVICE)
+        for causal in (False, True):
+            check(q, k, v, "default,pv=fp8", is_causal=causal)
+
+    @pytest.mark.parametrize("config", ["default,pv=fp8", "default", "hopper"])
+    def test_several_blocks_a_program(self, config: str) -> None:
+        """More than three rounds over the SMs, with rows of no and of few keys among them."""
+        q, k, v = random_qkv(3, (21, 7), (1000, 1000), 128, device=DEVICE)
+        ends = torch.tensor([1000, 0, 333], dtype=torch.int32, device=DEVICE)
+        if config == "default":
+            check(q, k, v, config, is_causal=True)
+        else:
+            check(q, k, v, config, is_causal=True, kv_len=ends)
+
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("config", CONFIGS)
+    def test_zeros(self, config: str, head_dim: int) -> None:
+        """Scales of zeros: masks still hide, nothing becomes NaN."""
+        q, k, v = random_qkv(1, (2, 1), (300, 300), head_dim, device=DEVICE)
+        zero_q, zero_k = torch.zeros_like(q), torch.zeros_like(k)
+        for a, b in ((zero_q, k), (q, zero_k), (zero_q, zero_k), (q, torch.ones_like(k))):
+            check(a, b, v, config, is_causal=True)
+
+    def test_the_reference_refuses_folded_keys(self) -> None:
+        q, k, v = random_qkv(1, (2, 2), (64, 64), 128, device=DEVICE)
+        with use_hopper():
+            kv = prepare_kv(k, v)
+        with pytest.raises(ValueError, match="Hopper"):
+            dma_attention_prepared(q, kv, impl="reference")
 
     def test_prepared_and_strided_calls_are_bit_equal(self) -> None:
         q, k, v = random_qkv(2, (4, 2), (300, 300), 128, device=DEVICE)

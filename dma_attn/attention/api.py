@@ -379,6 +379,11 @@ def _run(
                 from .kernels import portable
 
                 portable.launch(q, kv, call, target, lse)
+    elif kv.folded is not None:
+        raise ValueError(
+            'impl: expected "triton" or "auto" for keys prepared for the Hopper kernel, got '
+            f"{impl!r}; prepare them with the same impl"
+        )
     else:
         lse = reference.attend(q, kv, call, target)
     return result if lse is None else (result, lse)

@@ -58,13 +58,16 @@ def explain(
     batch, heads, n_q, head_dim = q.shape
     kv_heads, n_kv = k.shape[1:3]
     status = _path(q.device, impl)
-    kernel, reason = status.kernel, status.reason
+    kernel, reason, hopper = status.kernel, status.reason, False
     if status.path == "triton":
         length = kv_len if isinstance(kv_len, torch.Tensor) else None
         rows = Rows(batch, n_kv, length=length, valid=key_padding_mask)
         gap = hopper_gap(k, v, config, rows, masked=False)
-        kernel = "portable" if gap else "hopper"
-        reason += f"; not the Hopper kernel: {gap}" if gap else ""
+        hopper = not gap
+        if hopper:
+            kernel, reason = "hopper", f"{reason.partition(':')[0]}: 8-bit tensor cores"
+        else:
+            reason += f"; not the Hopper kernel: {gap}"
     lines = [
         f"path: {status.path} ({kernel} kernel): {reason}",
         f"config: {config}: high {config.high}, low {config.low}, diag {config.diag}, "
@@ -80,7 +83,13 @@ def explain(
     classes = (canonical.high_format, canonical.low_format) if has_high(canonical) else (
         canonical.low_format,
     )
-    lines += [f"copies of Q and K: {_describe(f, head_dim)}" for f in dict.fromkeys(classes)]
+    if hopper:
+        lines.append(
+            f"copies of Q and K: {' and '.join(f.name for f in classes)}, each folded into "
+            f"{head_dim} bytes a token and head, and 4 a query or 128 keys"
+        )
+    else:
+        lines += [f"copies of Q and K: {_describe(f, head_dim)}" for f in dict.fromkeys(classes)]
     transforms = [n for n, on in (("K smoothing", config.smooth_k), ("rotation", config.rotate))
                   if on and any(f.quantised for f in classes)]
     lines.append(f"transforms: {', '.join(transforms) or 'none'}")

@@ -22,11 +22,14 @@ class PeerMissing(RuntimeError):
 
 @dataclass(frozen=True)
 class Peer:
-    """A named implementation; `make(q, k, v, causal)` gives a call that returns (B, H, S, D)."""
+    """A named implementation; `make(inputs, causal)` gives a call that returns (B, H, S, D).
+
+    given_codes: It is given its inputs quantised, so its call is not end-to-end.
+    """
 
     name: str
-    bits: int
     make: Callable[[Inputs, bool], Call]
+    given_codes: bool = False
 
 
 def _module(name: str, package: str) -> object:
@@ -41,28 +44,26 @@ def _sdpa(backend: str) -> Callable[[Inputs, bool], Call]:
     def make(inputs: Inputs, causal: bool) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        q, k, v = inputs
-
-        def call() -> torch.Tensor:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             with sdpa_kernel(getattr(SDPBackend, backend)):
                 return torch.nn.functional.scaled_dot_product_attention(
                     q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
                 )
 
-        return call
+        try:
+            attend(*inputs)
+        except RuntimeError:  # no grouped queries in this backend
+            inputs = _repeated(inputs)
+        return lambda: attend(*inputs)
 
     return make
 
 
-def _repeated(make: Callable[[Inputs, bool], Call]) -> Callable[[Inputs, bool], Call]:
+def _repeated(inputs: Inputs) -> Inputs:
     """For a peer without grouped queries: K and V repeated beforehand, not timed."""
-
-    def repeated(inputs: Inputs, causal: bool) -> Call:
-        q, k, v = inputs
-        group = q.shape[1] // k.shape[1]
-        return make((q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)), causal)
-
-    return repeated
+    q, k, v = inputs
+    group = q.shape[1] // k.shape[1]
+    return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
 
 def _fa3(inputs: Inputs, causal: bool) -> Call:
@@ -89,7 +90,7 @@ def _fa3_fp8(inputs: Inputs, causal: bool) -> Call:
 
 def _sage(inputs: Inputs, causal: bool) -> Call:
     module = _module("sageattention", "sageattention")
-    q, k, v = (x.half() for x in inputs)
+    q, k, v = (x.half() for x in _repeated(inputs))
     return lambda: module.sageattn(q, k, v, is_causal=causal)  # type: ignore[attr-defined]
 
 
@@ -115,12 +116,12 @@ def _first(result: object) -> torch.Tensor:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("cudnn-bf16", 16, _repeated(_sdpa("CUDNN_ATTENTION"))),
-        Peer("flash2-bf16", 16, _repeated(_sdpa("FLASH_ATTENTION"))),
-        Peer("fa3-bf16", 16, _fa3),
-        Peer("fa3-fp8 (given FP8)", 8, _fa3_fp8),
-        Peer("sageattention-1", 8, _repeated(_sage)),
-        Peer("flex-bf16", 16, _flex),
+        Peer("cudnn-bf16", _sdpa("CUDNN_ATTENTION")),
+        Peer("flash2-bf16", _sdpa("FLASH_ATTENTION")),
+        Peer("fa3-bf16", _fa3),
+        Peer("fa3-fp8 (given FP8)", _fa3_fp8, given_codes=True),
+        Peer("sageattention-1", _sage),
+        Peer("flex-bf16", _flex),
     )
 }
 

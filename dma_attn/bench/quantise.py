@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from .. import quantize_pair
-from ..attention.dispatch import use_hopper
 from ..attention.prepare import class_spans
 from ..config import DMAConfig
 from .timing import L2_BYTES, Candidate, Timing, time_candidates
@@ -65,9 +64,7 @@ def measure_fold(
         Candidate("device copy", [copy(a, b) for a, b in zip(buffers, copies, strict=True)]),
         Candidate(f"fold {config}", [fold(x) for x in buffers]),
     ]
-    with use_hopper():
-        timings = time_candidates(candidates, rounds, seconds)
-    return _rows(length, timings, moved)
+    return _rows(length, time_candidates(candidates, rounds, seconds), moved)
 
 
 def measure_fusion(
@@ -91,7 +88,8 @@ def measure_fusion(
         Candidate("device copy", [x.clone], graph=False),
     ]
     size = heads * length * head_dim
-    moved = dict.fromkeys(("fused", "eager", "torch.compile"), round(size * (2 + 1 + 0.5 + 3 / 32)))
+    both = round(size * (2 + 1 + 0.5 + 3 / 32 + 4 / head_dim))
+    moved = dict.fromkeys(("fused", "eager", "torch.compile"), both)
     moved["device copy"] = 4 * size
     return _rows(length, time_candidates(candidates, rounds, seconds), moved)
 

@@ -56,8 +56,9 @@ def time_candidates(
     clocks: dict[str, list[int]] = {name: [] for name, *_ in prepared}
     for _ in range(rounds):
         for name, run, calls, repeats in prepared:
-            times[name].append(_elapsed(run, repeats) / (calls * repeats))
-            if (clock := _sm_clock()) is not None:
+            elapsed, clock = _elapsed(run, repeats, _sm_clock)
+            times[name].append(elapsed / (calls * repeats))
+            if clock is not None:
                 clocks[name].append(clock)
     return {name: summarise(times[name], clocks[name]) for name in times}
 
@@ -87,26 +88,31 @@ def _prepare(candidate: Candidate, seconds: float) -> tuple[Callable[[], object]
             all_calls()
         run = graph.replay
     run()
-    once = _elapsed(run, 1)
+    once, _ = _elapsed(run, 1)
     return run, calls, max(1, round(1000 * seconds / once))
 
 
-def _elapsed(run: Callable[[], object], repeats: int) -> float:
-    """Milliseconds on the GPU's clock."""
+def _elapsed(
+    run: Callable[[], object], repeats: int, meanwhile: Callable[[], int | None] = lambda: None
+) -> tuple[float, int | None]:
+    """Milliseconds on the GPU's clock, and what `meanwhile` found while the GPU was at work."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
         run()
     end.record()
+    found = meanwhile()
     end.synchronize()
-    return float(start.elapsed_time(end))
+    return float(start.elapsed_time(end)), found
 
 
 def _sm_clock() -> int | None:
-    """SM clock in MHz right after a measurement, None where nvidia-smi does not say."""
+    """SM clock of the current GPU in MHz, None where nvidia-smi does not say."""
     command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
     try:
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        command.append(f"--id=GPU-{uuid}")
         text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return int(text.stdout.split()[torch.cuda.current_device()])
-    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
+        return int(text.stdout.split()[0])
+    except (AttributeError, OSError, ValueError, IndexError, subprocess.SubprocessError):
         return None

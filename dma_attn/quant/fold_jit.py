@@ -63,7 +63,7 @@ def _to_e4m3(x):
 @triton.jit
 def _to_element(x, FORMAT: tl.constexpr):
     """Nearest element value of fp32 x, saturating; E2M1 only in MX formats, since NVFP4's block
-    scales keep x below 7, except in blocks 2^-17 below the largest of the token."""
+    scales keep x below 7, except in blocks 2^-15 below the largest of the token."""
     if element(FORMAT) == "e2m1":
         x = _to_e2m1(x)
         if scale_kind(FORMAT) == "e8m0":
@@ -199,14 +199,15 @@ def int8_codes(x, SPAN: tl.constexpr):
 @triton.jit
 def fold(values, factor, BY_ROW: tl.constexpr):
     """values (T, D) * factor (T,) -> E4M3 codes relative to the smallest power of two with which
-    the largest of a row, or of the tile's rows without NaN, fits; that power (T,)."""
+    the largest of a row, or of the tile's rows without NaN, fits; that power (T,), 1 for zeros and
+    within 2^-100 and 2^100."""
     amax = tl.max(abs_bits(values), 1)
     amax = tl.where(amax < 0x7F800000, amax, 0).to(tl.float32, bitcast=True) * factor
     if not BY_ROW:
         amax = tl.zeros_like(amax) + tl.max(amax, 0)
     amax = amax.to(tl.int32, bitcast=True)
     exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > mantissa_of_max("mxfp8")).to(tl.int32)
-    exponent = tl.minimum(tl.maximum(exponent, 27), 227)
+    exponent = tl.where(amax == 0, 127, tl.minimum(tl.maximum(exponent, 27), 227))
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     codes = e4m3_code(values * (factor * inverse)[:, None])
     return codes, (exponent << 23).to(tl.float32, bitcast=True)

@@ -2,7 +2,7 @@
 
     K, Q -> transforms -> value in each class's format -> E4M3(value / s)    s a power of two
     K, Q -> transforms -> int8 code                                         s the int8 scale
-    V    -> E4M3(V / channel scale), transposed, keys permuted in groups of 32
+    V    -> E4M3(V / channel scale), transposed, keys permuted in groups of 16
 
 s spans a tile of 128 keys (K) or one query (Q). Folding a block scale into an element is exact for
 MXFP4 up to 14 binades below the tile maximum and for MXFP8 while block exponents span at most 8;
@@ -104,7 +104,7 @@ def _fold_rows(raw, mean, mask_t, sign, hadamard_ptr, codes_ptr, scales_ptr, pla
 @triton.jit
 def _fold_v_rows(v, codes_ptr, scale_ptr, b, h, begin, length, plane, n_tiles, T: tl.constexpr,
                  D: tl.constexpr):
-    """128 keys of V -> E4M3 codes (Dv, 128), keys permuted in groups of 32."""
+    """128 keys of V -> E4M3 codes (Dv, 128), keys permuted in groups of 16."""
     j = tl.arange(0, T)
     rows = begin + (j & -16) + (j & 1) + 4 * (j & 2) + ((j & 12) >> 1)
     x = _load_tile(v, b, h, rows, rows < length, D).to(tl.float32)
@@ -224,7 +224,7 @@ def _statistics_kernel(k, v, length_ptr, hadamard_ptr, partial_ptr, count_ptr, m
                 tl.store(rotated_ptr + plane * D + offs_d, rotated * rotation_norm(D))
         if v_scale_ptr is not None:
             scale = tl.max(amax, 0).to(tl.float32, bitcast=True) / constant("E4M3_MAX")
-            tl.store(v_scale_ptr + plane * DV + offs_v, tl.where(scale == 0.0, 1.0, scale))
+            tl.store(v_scale_ptr + plane * DV + offs_v, tl.where(scale < 2.0**-100, 1.0, scale))
 
 
 def fold_kv(

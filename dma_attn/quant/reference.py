@@ -79,7 +79,8 @@ def abs_bits(x: torch.Tensor) -> torch.Tensor:
 def fold_reference(values: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 codes of values (..., S, D) relative to a power of two per row or per 128 rows.
 
-    The power is the smallest with which the largest finite value fits; NaN and Inf become NaN. This
+    The power is the smallest (within 2^-100 and 2^100; 1 for zeros) with which the largest finite
+    value fits; NaN and Inf become NaN. This
     is how Hopper's FP8 tensor cores, which know no block scales, read a block-scaled copy.
 
     Returns:
@@ -92,7 +93,8 @@ def fold_reference(values: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, to
         tiles = torch.nn.functional.pad(amax, (0, -amax.shape[-1] % TILE)).unflatten(-1, (-1, TILE))
         amax = tiles.amax(-1)
     exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > 0x600000).to(amax.dtype)
-    scale = (exponent.clamp(27, 227) << 23).to(torch.int32).view(torch.float32)
+    exponent = torch.where(amax == 0, 127, exponent.clamp(27, 227))
+    scale = (exponent << 23).to(torch.int32).view(torch.float32)
     per_row = scale if by_row else scale.repeat_interleave(TILE, -1)[..., : values.shape[-2]]
     scaled = torch.where(values.isfinite(), values, torch.nan) / per_row[..., None]
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale

@@ -53,3 +53,19 @@ def test_oracle(text: str, lengths: tuple[int, int], arguments: dict[str, object
     assert_rel_l2(out, ref, budget.rel_l2)
     seen = ref_lse[ref_lse.isfinite()]
     assert_lse(lse, ref_lse, budget, float(seen.abs().max()) if seen.numel() else 0.0)
+
+
+@pytest.mark.parametrize("text", ["default,pv=fp8", "hopper"])
+def test_zeros_attend_evenly(text: str) -> None:
+    """Zero queries and keys: every score is 0, whatever becomes of scales of zeros."""
+    from dma_attn.attention.kernels import hopper_narrow
+
+    config = DMAConfig.parse(text)
+    q, k = torch.zeros(1, 1, 130, 64).half(), torch.zeros(1, 1, 130, 64).half()
+    v = torch.randn(1, 1, 130, 64).half()
+    kv = prepare_folded(k, v, config, Rows(1, 130), "HND")
+    call = check_call(q, k.shape, True, None, None, False)
+    out = torch.empty_like(q)
+    hopper_narrow.run(folded_queries(q, kv, call.scale, False), kv, call, out, None)
+    mean = v.float().cumsum(2) / torch.arange(1, 131)[:, None]
+    assert (out.float() - mean).norm() <= 5e-2 * mean.norm()

@@ -19,7 +19,7 @@ shared memory, the second level.
 
 Operands: K codes (classes * B * H_kv, tiles * 128, D), Q codes (classes * B * H_q, blocks * 128, D)
 at absolute positions, V as E4M3 transposed (B * H_kv, Dv, tiles * 128) with keys permuted in groups
-of 32 so that P needs no shuffles, or V itself; see `quant.folded`. Needs compute capability 9.0.
+of 16 so that P needs no shuffles, or V itself; see `quant.folded`. Needs compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .hopper_step import (
     with_sum,
 )
 
-FLUSH = gl.constexpr(16)  # tiles between two moves of the FP8 accumulator into the fp32 sum
+FLUSH = gl.constexpr(8)  # tiles between two moves of the FP8 accumulator into the fp32 sum
 FLOOR = gl.constexpr(-1e30)  # below every logit: the running maximum before the first key
 LN_2 = gl.constexpr(formats.LN_2)
 INT_BIAS = 12582912.0  # 1.5 * 2^23: its bits plus a small integer are their sum
@@ -378,7 +378,7 @@ def run(
         n_q,
         n_kv,
         n_tiles,
-        max(abs(call.scale) * LOG2_E, 1e-30),  # above 0: hidden scores are -inf times it
+        abs(call.scale) * LOG2_E,
         min(call.window, widest),
         min(int(config.diag), widest),
         min(config.sink, widest),

@@ -290,7 +290,7 @@ def run(
         n_q,
         n_kv,
         k_codes.shape[3] // TILE,
-        max(abs(call.scale) * LOG2_E, 1e-30),  # above 0: hidden scores are -inf times it
+        abs(call.scale) * LOG2_E,
         min(call.window, widest),
         min(int(config.diag), widest),
         min(config.sink, widest),

@@ -101,7 +101,7 @@ def matrix(tile):
 @gluon.jit
 def value_tile(v_smem, stage, begin, limits, SPEC: gl.constexpr):
     """(128 keys, DV) of V. With a window, keys that no query of the block sees become zeros:
-    their P is zero, but zero times NaN is not."""
+    their P is zero, but zero times NaN is not. Both warpgroups write the same bytes."""
     window, kv_len, seen_lo, common_lo, common_hi = limits
     tile = matrix(v_smem.index(stage))
     if SPEC.WINDOW:
@@ -133,7 +133,7 @@ def _opaque(x):
 
 @gluon.jit
 def _visible(s, row_pos, begin, limits, SPEC: gl.constexpr):
-    """Scores of the keys from `begin` on, hidden ones at -inf."""
+    """Scaled scores of the keys from `begin` on, hidden ones at -inf."""
     window, kv_len, seen_lo, common_lo, common_hi = limits
     pos = _opaque(begin) + gl.arange(0, 128, gl.SliceLayout(0, s.type.layout))
     seen = (row_pos[:, None] * 0 + pos[None, :]) < kv_len
@@ -186,21 +186,25 @@ def step(state, i, done, turns, W: gl.constexpr, smem, bars, row_scales, row_pos
         s = (raw + 0x4B400000).to(gl.float32, bitcast=True)
     # Online softmax
     if EDGE:
+        # Masked once they are scaled: a factor may underflow to 0, and 0 * -inf is NaN
         begin = (first + i) * 128
+        s = (s - SPEC.BIAS) * factor[:, None]
         if begin < common_lo or begin + 128 > common_hi:
             s = _visible(s, row_pos, begin, limits, SPEC)
-        tile_max = _row_max(s) - SPEC.BIAS
+        new_max = gl.maximum(row_max, _row_max(s))
     else:
         tile_max = _row_max(raw).to(gl.float32)  # of integers: three-way maxima
-    new_max = gl.maximum(row_max, tile_max * factor)
+        new_max = gl.maximum(row_max, tile_max * factor)
     # Before the exponentials of P, so that ptxas spreads the rescaling of acc between them
     decay = gl.exp2(row_max - new_max)
     base = new_max - SPEC.SHIFT
-    if SPEC.BIAS != 0.0:
+    if SPEC.BIAS != 0.0 and not EDGE:
         base += SPEC.BIAS * factor
     if TURNS:
         mbarrier.wait(turn.index(W), (turns + i) & 1)
-    p = gl.exp2(s * factor[:, None] - base[:, None])
+    if not EDGE:
+        s = s * factor[:, None]
+    p = gl.exp2(s - base[:, None])
     row_sum = _add_sums(row_sum, decay, p)
     if TURNS:
         mbarrier.arrive(turn.index(1 - W), count=1)
