@@ -156,9 +156,9 @@ def shared_memory_limit(device: torch.device | str) -> int:
     return info.shared_memory if info is not None else 101376
 
 
-def processor_count(device: torch.device | str) -> int:
+@functools.cache
+def processor_count(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; those of an H100 where there is none to ask."""
-    device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

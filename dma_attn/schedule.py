@@ -17,6 +17,11 @@ from __future__ import annotations
 TILE = 128
 
 
+def tile_count(tokens: int) -> int:
+    """Tiles that hold so many tokens."""
+    return -(-tokens // TILE)
+
+
 def key_ranges(
     q_lo: int,
     q_hi: int,

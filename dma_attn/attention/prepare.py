@@ -10,8 +10,9 @@ from ..quant.reference import abs_bits, divide, quantize_reference
 from ..quant.rows import Rows
 from ..quant.tensor import BlockScaledTensor
 from ..quant.transforms import key_mean, rotate
+from ..schedule import TILE, tile_count
 from .dispatch import hopper_gap
-from .types import PreparedKV
+from .types import CallOptions, PreparedKV
 
 
 def prepare(
@@ -100,6 +101,17 @@ def folded_queries(
     spans = class_spans(kv.config, query=True)
     mean = kv.mean if want_shift else None
     return fold_q(q, *spans, kv.rows.length, kv.shape[2], kv.config, scale, mean)
+
+
+def widths(config: DMAConfig, call: CallOptions, n_q: int, n_kv: int) -> tuple[int, int, int]:
+    """Window, diag and sink in tokens, cut to what covers the whole matrix: they fit int32."""
+    widest = TILE * tile_count(n_q + n_kv + TILE)
+    canonical = config.canonical()
+    return (
+        min(call.window, widest),
+        min(int(canonical.diag), widest),
+        min(canonical.sink, widest),
+    )
 
 
 def class_spans(

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ..config import DMAConfig
 from ..formats import BlockFormat
-from ..schedule import TILE
+from ..schedule import TILE, tile_count
 from .fold_jit import INTERPRETED, e4m3_code, fold, in_format, int8_codes, reciprocal
 from .jit import abs_bits, constant, item, rotation_norm, scale_kind, sequence
 from .kernels import Strided, common, program_ids
@@ -243,7 +243,7 @@ def fold_kv(
     """
     batch, heads, size, head_dim = k.shape
     value_dim = v.shape[3]
-    n_tiles = triton.cdiv(size, TILE)
+    n_tiles = tile_count(size)
     planes = batch * heads
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -256,7 +256,7 @@ def fold_kv(
     rotated = mean
     k_arg, v_arg = Strided(k, k.stride()), Strided(v, v.stride())
     if mean is not None or fp8:
-        n_blocks = triton.cdiv(size, STATISTICS_ROWS)
+        n_blocks = -(-size // STATISTICS_ROWS)
         if mean is not None and matrix is not None:
             rotated = torch.empty_like(mean)
         _statistics_kernel[(n_blocks * planes,)](
@@ -322,9 +322,9 @@ def fold_q(
     """
     batch, heads, size, head_dim = q.shape
     if length is None:
-        n_tiles = triton.cdiv(((n_kv - size) & (TILE - 1)) + size, TILE)
+        n_tiles = tile_count(((n_kv - size) & (TILE - 1)) + size)
     else:
-        n_tiles = triton.cdiv(size, TILE) + 1
+        n_tiles = tile_count(size) + 1
     classes = 1 if high is None else 2
     # A scale that spans a tile of queries needs them in one program; else two halves run better
     rows = TILE if "tile" in [cls[1] for cls in (high, low) if cls] else TILE // 2

@@ -235,7 +235,7 @@ def launch_quantise(
         "num_warps": 8 if tile_rows * block_d > 8192 else 4,
         "enable_fp_fusion": False,
     }
-    blocks = triton.cdiv(rows.longest, tile_rows)
+    blocks = -(-rows.longest // tile_rows)
     amax = None
     if "head" in spans:
         amax = torch.zeros(n_spans, dtype=torch.int32, device=x.device)

@@ -121,7 +121,7 @@ def launch_key_mean(k: torch.Tensor, rows: Rows) -> torch.Tensor:
     if k.numel() == 0 or rows.longest == 0:
         return mean.zero_()
     block_d = triton.next_power_of_2(head_dim)
-    n_chunks = triton.cdiv(rows.longest, MEAN_ROWS)
+    n_chunks = -(-rows.longest // MEAN_ROWS)
     shape = (rows.n * heads, n_chunks, 2, block_d)
     partial = torch.empty(shape, dtype=torch.float32, device=k.device)
     spec = TileSpec(min(max(4096 // block_d, 16), MEAN_ROWS), head_dim, block_d)
@@ -152,7 +152,7 @@ def launch_v_fp8(v: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tenso
     if v.numel() == 0 or rows.longest == 0:
         return codes, scale.fill_(1.0)
     amax = torch.zeros(rows.n, heads, head_dim, dtype=torch.int32, device=v.device)
-    blocks = triton.cdiv(rows.longest, V_ROWS)
+    blocks = -(-rows.longest // V_ROWS)
     for encode_pass in (False, True):
         _v_fp8_kernel[(blocks * rows.n * heads,)](
             Strided(v, v.stride()),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..schedule import TILE
+from ..schedule import TILE, tile_count
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rows:
         """Entries to allocate for one value per tile of 128 rows."""
         if self.cu is not None:
             return rows // TILE + 2 * self.n
-        return -(-rows // TILE) + (self.offset is not None)
+        return tile_count(rows) + (self.offset is not None)
 
     def in_use(self) -> torch.Tensor | None:
         """bool (n, longest): rows within their length and valid; None when all are. No `cu`."""

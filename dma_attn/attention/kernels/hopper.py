@@ -24,8 +24,9 @@ of 16 so that P needs no shuffles, or V itself; see `quant.folded`. Needs comput
 
 from __future__ import annotations
 
+import functools
+
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -42,6 +43,7 @@ from ...device import processor_count
 from ...formats import LOG2_E
 from ...quant.kernels import Strided
 from ...schedule import TILE
+from ..prepare import widths
 from ..types import CallOptions, PreparedKV
 from .hopper_step import (
     STAGES,
@@ -337,31 +339,15 @@ def run(
     integer = config.low == "int8"
     pv8 = kv.v_scale is not None
     if pv8:
-        v_desc = _descriptor(kv.v.flatten(0, 1), [1, value_dim, TILE], torch.float8_e4m3fn)
+        v_desc = _descriptor(kv.v.flatten(0, 1), (1, value_dim, TILE), torch.float8_e4m3fn)
     else:
-        v_desc = _descriptor(kv.v, [1, 1, TILE, value_dim], kv.v.dtype)
+        v_desc = _descriptor(kv.v, (1, 1, TILE, value_dim), kv.v.dtype)
     code_type = torch.int8 if integer else torch.float8_e4m3fn
-    s_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
-    o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value_dim, 32 if pv8 else 16])
-    spec = Spec(
-        D=head_dim,
-        DV=value_dim,
-        CLASSES=classes,
-        CAUSAL=call.causal,
-        WINDOW=call.window > 0,
-        PV8=pv8,
-        BIAS=INT_BIAS if integer else 0.0,
-        SHIFT=8.0 if pv8 else 0.0,
-        S_LAYOUT=s_layout,
-        O_LAYOUT=o_layout,
-        P_LAYOUT=gl.DotOperandLayout(0, o_layout, 4 if pv8 else 2),
-    )
-    widest = TILE * triton.cdiv(n_q + n_kv + TILE, TILE)  # all of the matrix
     work = n_blocks * batch * heads
     programs = min(work, processor_count(out.device))
     _hopper_kernel[(programs,)](
-        _descriptor(codes.flatten(0, 2), [1, TILE // 2, head_dim], code_type),
-        _descriptor(k_codes.flatten(0, 2), [1, TILE, head_dim], code_type),
+        _descriptor(codes.flatten(0, 2), (1, TILE // 2, head_dim), code_type),
+        _descriptor(k_codes.flatten(0, 2), (1, TILE, head_dim), code_type),
         v_desc,
         scales,
         k_scales,
@@ -370,7 +356,7 @@ def run(
         Strided(out, out.stride()),
         lse,
         kv.rows.length,
-        triton.cdiv(work, programs),
+        -(-work // programs),
         n_blocks,
         batch * heads,
         heads,
@@ -379,18 +365,46 @@ def run(
         n_kv,
         n_tiles,
         abs(call.scale) * LOG2_E,
-        min(call.window, widest),
-        min(int(config.diag), widest),
-        min(config.sink, widest),
-        SPEC=spec,
+        *widths(kv.config, call, n_q, n_kv),
+        SPEC=_spec(head_dim, value_dim, classes, call.causal, call.window > 0, pv8, integer),
         num_warps=4,
     )
 
 
-def _descriptor(x: torch.Tensor, box: list[int], dtype: torch.dtype) -> TensorDescriptor:
+@functools.cache
+def _spec(
+    head_dim: int,
+    value_dim: int,
+    classes: int,
+    causal: bool,
+    window: bool,
+    pv8: bool,
+    integer: bool,
+) -> Spec:
+    o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value_dim, 32 if pv8 else 16])
+    return Spec(
+        D=head_dim,
+        DV=value_dim,
+        CLASSES=classes,
+        CAUSAL=causal,
+        WINDOW=window,
+        PV8=pv8,
+        BIAS=INT_BIAS if integer else 0.0,
+        SHIFT=8.0 if pv8 else 0.0,
+        S_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]),
+        O_LAYOUT=o_layout,
+        P_LAYOUT=gl.DotOperandLayout(0, o_layout, 4 if pv8 else 2),
+    )
+
+
+def _descriptor(x: torch.Tensor, box: tuple[int, ...], dtype: torch.dtype) -> TensorDescriptor:
     """TMA boxes of x, seen as `dtype`; beyond its ends they read zeros."""
-    layout = gl.NVMMASharedLayout.get_default_for(box, _GLUON_TYPES[dtype])
-    return TensorDescriptor.from_tensor(x.view(dtype), box, layout)
+    return TensorDescriptor.from_tensor(x.view(dtype), list(box), _shared_layout(box, dtype))
+
+
+@functools.cache
+def _shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), _GLUON_TYPES[dtype])
 
 
 _GLUON_TYPES = {

@@ -26,6 +26,7 @@ from ...quant.fold_jit import INTERPRETED, e4m3_code
 from ...quant.jit import common_keys, constant, decode_e4m3, key_ranges
 from ...quant.kernels import Strided
 from ...schedule import TILE
+from ..prepare import widths
 from ..types import CallOptions, PreparedKV
 from .tiles import key_block
 
@@ -271,7 +272,6 @@ def run(
     pv8 = kv.v_scale is not None
     code_type = torch.int8 if config.low == "int8" else torch.float8_e4m3fn
     v = kv.v.view(torch.float8_e4m3fn) if pv8 else kv.v
-    widest = TILE * triton.cdiv(n_q + n_kv + TILE, TILE)  # all of the matrix
     _narrow_kernel[(n_blocks * batch * heads,)](
         codes.view(code_type),
         k_codes.view(code_type),
@@ -291,9 +291,7 @@ def run(
         n_kv,
         k_codes.shape[3] // TILE,
         abs(call.scale) * LOG2_E,
-        min(call.window, widest),
-        min(int(config.diag), widest),
-        min(config.sink, widest),
+        *widths(kv.config, call, n_q, n_kv),
         SPEC=Spec(
             D=head_dim,
             DV=value_dim,

@@ -26,8 +26,7 @@ from ...formats import LOG2_E
 from ...quant.jit import common_keys, constant, decode_e4m3, item, key_ranges, sequence
 from ...quant.kernels import Strided, quantised, row_arguments, strided
 from ...quant.rows import Rows
-from ...schedule import TILE
-from ..prepare import has_high, operand_span, query_copies
+from ..prepare import has_high, operand_span, query_copies, widths
 from ..types import CallOptions, PreparedKV, mask_floor, needs_shift
 from .tiles import (
     has_row_scale,
@@ -302,9 +301,8 @@ def launch(
     tiles = portable_tiles(
         call.longest_q, block_d, block_dv, q.element_size(), shared_memory_limit(q.device)
     )
-    n_blocks = triton.cdiv(call.longest_q, tiles.block_m) + 1
+    n_blocks = -(-call.longest_q // tiles.block_m) + 1
     mask = call.mask
-    widest = TILE * triton.cdiv(call.longest_q + kv.rows.longest + TILE, TILE)  # all of the matrix
     scale = call.scale * LOG2_E
     spec = Spec(
         D=head_dim,
@@ -349,9 +347,7 @@ def launch(
         kv.rows.n_tiles(n_kv),
         scale,
         1.0 if kv.config.folds_scale else scale,
-        min(call.window, widest),
-        min(int(config.diag), widest),
-        min(config.sink, widest),
+        *widths(kv.config, call, call.longest_q, kv.rows.longest),
         SPEC=spec,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
