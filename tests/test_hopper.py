@@ -94,8 +94,9 @@ def test_other_calls_name_the_reason(arguments: dict[str, object], words: str) -
 def test_off_by_default_and_explained() -> None:
     q = device_tensor(1, 2, 300, 128)
     with override_device(HOPPER):
-        assert "portable kernel" in explain(q, q, q, impl="triton")
-        assert "use_hopper()" in explain(q, q, q, impl="triton")
+        with use_hopper(False):
+            assert "portable kernel" in explain(q, q, q, impl="triton")
+            assert "use_hopper()" in explain(q, q, q, impl="triton")
         with use_hopper():
             text = explain(q, q, q, impl="triton")
             assert "hopper kernel" in text and "8-bit" in text and "folded into 128 bytes" in text
