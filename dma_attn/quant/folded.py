@@ -5,9 +5,9 @@
     V    -> E4M3(V / channel scale), transposed, keys permuted in groups of 16
 
 s spans a tile of 128 keys (K) or one query (Q). Folding a block scale into an element is exact for
-MXFP4 up to 14 binades below the tile maximum and for MXFP8 while block exponents span at most 8;
-NVFP4 is rounded once more (docs/numerics.md bounds it). Rows sit at absolute positions: Q's first
-block may start before the first query. Rows without data are zeros.
+MXFP4 up to 14 binades below the tile maximum, keeps MXFP8's mantissas among E4M3's normal numbers,
+and rounds NVFP4 once more (docs/numerics.md has the bounds). Rows sit at absolute positions: Q's
+first block may start before the first query. Rows without data are zeros.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class FoldedKV(NamedTuple):
     mean: torch.Tensor | None
     v: torch.Tensor | None
     v_scale: torch.Tensor | None
-
 
 
 @triton.jit
