@@ -38,6 +38,7 @@ BELOW_KERNELS = {
     KERNELS,
     f"{KERNELS}.tiles",
     f"{KERNELS}.tuning",
+    f"{KERNELS}.hopper_call",
     f"{KERNELS}.hopper_step",
 }
 LAZY = ("triton", "transformers", "typer", "rich", "matplotlib", "jinja2")

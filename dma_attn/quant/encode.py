@@ -17,11 +17,9 @@ from .jit import (
     decode_e8m0,
     decode_element,
     element_max,
-    emax,
     encode_element,
     encode_fp8,
-    mantissa_bits,
-    mantissa_of_max,
+    mx_exponent,
     nvfp4_divisor,
     scale_kind,
     token_shares,
@@ -73,12 +71,7 @@ def _smaller_error(first, second):
 def _encode_mx(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
                BLOCK: tl.constexpr):
     """x (T, N, BLOCK), amax bits (T, N) -> codes, E8M0 bytes (T, N)."""
-    exponent = amax
-    if RULE == "even":
-        exponent = amax + (1 << (22 - mantissa_bits(FORMAT)))
-    exponent = (exponent >> 23) - 127 - emax(FORMAT, RULE)
-    if RULE == "rceil":
-        exponent += ((amax & 0x7FFFFF) > mantissa_of_max(FORMAT)).to(tl.int32)
+    exponent = mx_exponent(amax, FORMAT, RULE)
     bad = amax >= 0x7F800000
     scales = _e8m0(exponent, bad)
     first = _with_scale(x, scales, decode_e8m0(scales), FORMAT, RULE, T, N, BLOCK)

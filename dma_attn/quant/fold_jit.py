@@ -19,10 +19,9 @@ from .jit import (
     decode_e5m2,
     element,
     element_max,
-    emax,
     encode_fp8,
-    mantissa_bits,
     mantissa_of_max,
+    mx_exponent,
     nvfp4_divisor,
     scale_kind,
 )
@@ -106,12 +105,7 @@ def _power(exponent):
 
 @triton.jit
 def _mx_values(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr):
-    exponent = amax
-    if RULE == "even":
-        exponent = amax + (1 << (22 - mantissa_bits(FORMAT)))
-    exponent = (exponent >> 23) - 127 - emax(FORMAT, RULE)
-    if RULE == "rceil":
-        exponent += ((amax & 0x7FFFFF) > mantissa_of_max(FORMAT)).to(tl.int32)
+    exponent = mx_exponent(amax, FORMAT, RULE)
     first = _candidate(x, _power(exponent), _power(-exponent), FORMAT)
     values = first[0] * first[1][:, :, None]
     if RULE == "mse":

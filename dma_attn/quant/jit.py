@@ -156,6 +156,18 @@ def tree_sum(x, T: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def mx_exponent(amax, FORMAT: tl.constexpr, RULE: tl.constexpr):
+    """Exponent of an MX block's scale from the bits of its largest magnitude; "mse" starts here."""
+    exponent = amax
+    if RULE == "even":
+        exponent = amax + (1 << (22 - mantissa_bits(FORMAT)))
+    exponent = (exponent >> 23) - 127 - emax(FORMAT, RULE)
+    if RULE == "rceil":
+        exponent += ((amax & 0x7FFFFF) > mantissa_of_max(FORMAT)).to(tl.int32)
+    return exponent
+
+
+@triton.jit
 def decode_e8m0(byte):
     """int32 byte -> 2^(byte - 127), NaN for 255."""
     raw = tl.where(byte == 0, 0x00400000, byte << 23)

@@ -40,11 +40,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ... import formats, schedule
 from ...device import processor_count
-from ...formats import LOG2_E
-from ...quant.kernels import Strided
 from ...schedule import TILE
-from ..prepare import widths
 from ..types import CallOptions, PreparedKV
+from .hopper_call import CallSpec, Queries, hopper_call
 from .hopper_step import (
     STAGES,
     Spec,
@@ -320,7 +318,7 @@ def _hopper_kernel(q_desc, k_desc, v_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr
 
 
 def run(
-    queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    queries: Queries,
     kv: PreparedKV,
     call: CallOptions,
     out: torch.Tensor,
@@ -329,77 +327,42 @@ def run(
     """Fill out (B, H_q, S_q, Dv) and lse (B, H_q, S_q) from what `folded_queries` returned."""
     if out.numel() == 0:
         return
-    assert kv.folded is not None  # what brought the call here
-    k_codes, k_scales = kv.folded
-    codes, scales, shift = queries
-    config = kv.config.canonical()
-    batch, kv_heads, n_kv, head_dim, value_dim = kv.shape
-    heads, n_q = out.shape[1:3]
-    classes, n_blocks, n_tiles = codes.shape[0], codes.shape[3] // TILE, k_codes.shape[3] // TILE
-    integer = config.low == "int8"
-    pv8 = kv.v_scale is not None
-    if pv8:
-        v_desc = _descriptor(kv.v.flatten(0, 1), (1, value_dim, TILE), torch.float8_e4m3fn)
+    c = hopper_call(queries, kv, call, out, lse, TILE)
+    head_dim, value_dim = c.spec.D, c.spec.DV
+    if c.spec.PV8:
+        v_desc = _descriptor(c.v.flatten(0, 1), (1, value_dim, TILE))
     else:
-        v_desc = _descriptor(kv.v, (1, 1, TILE, value_dim), kv.v.dtype)
-    code_type = torch.int8 if integer else torch.float8_e4m3fn
-    work = n_blocks * batch * heads
+        v_desc = _descriptor(c.v, (1, 1, TILE, value_dim))
+    work = c.blocks * c.planes
     programs = min(work, processor_count(out.device))
     _hopper_kernel[(programs,)](
-        _descriptor(codes.flatten(0, 2), (1, TILE // 2, head_dim), code_type),
-        _descriptor(k_codes.flatten(0, 2), (1, TILE, head_dim), code_type),
-        v_desc,
-        scales,
-        k_scales,
-        kv.v_scale,
-        shift,
-        Strided(out, out.stride()),
-        lse,
-        kv.rows.length,
-        -(-work // programs),
-        n_blocks,
-        batch * heads,
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        n_tiles,
-        abs(call.scale) * LOG2_E,
-        *widths(kv.config, call, n_q, n_kv),
-        SPEC=_spec(head_dim, value_dim, classes, call.causal, call.window > 0, pv8, integer),
+        q_desc=_descriptor(c.q.flatten(0, 2), (1, TILE // 2, head_dim)),
+        k_desc=_descriptor(c.k.flatten(0, 2), (1, TILE, head_dim)),
+        v_desc=v_desc,
+        rounds=-(-work // programs),
+        **c.arguments,
+        SPEC=_spec(c.spec, c.q.dtype == torch.int8),
         num_warps=4,
     )
 
 
 @functools.cache
-def _spec(
-    head_dim: int,
-    value_dim: int,
-    classes: int,
-    causal: bool,
-    window: bool,
-    pv8: bool,
-    integer: bool,
-) -> Spec:
-    o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value_dim, 32 if pv8 else 16])
+def _spec(spec: CallSpec, integer: bool) -> Spec:
+    """The variant with its register layouts."""
+    o_shape = [16, spec.DV, 32 if spec.PV8 else 16]
+    o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], o_shape)
     return Spec(
-        D=head_dim,
-        DV=value_dim,
-        CLASSES=classes,
-        CAUSAL=causal,
-        WINDOW=window,
-        PV8=pv8,
+        **vars(spec),
         BIAS=INT_BIAS if integer else 0.0,
-        SHIFT=8.0 if pv8 else 0.0,
         S_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]),
         O_LAYOUT=o_layout,
-        P_LAYOUT=gl.DotOperandLayout(0, o_layout, 4 if pv8 else 2),
+        P_LAYOUT=gl.DotOperandLayout(0, o_layout, 4 if spec.PV8 else 2),
     )
 
 
-def _descriptor(x: torch.Tensor, box: tuple[int, ...], dtype: torch.dtype) -> TensorDescriptor:
-    """TMA boxes of x, seen as `dtype`; beyond its ends they read zeros."""
-    return TensorDescriptor.from_tensor(x.view(dtype), list(box), _shared_layout(box, dtype))
+def _descriptor(x: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """TMA boxes of x; beyond its ends they read zeros."""
+    return TensorDescriptor.from_tensor(x, list(box), _shared_layout(box, x.dtype))
 
 
 @functools.cache

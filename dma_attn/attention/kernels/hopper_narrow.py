@@ -15,43 +15,18 @@ compute capability 9.0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from ...formats import LOG2_E
 from ...quant.fold_jit import INTERPRETED, e4m3_code
 from ...quant.jit import common_keys, constant, decode_e4m3, key_ranges
 from ...quant.kernels import Strided
-from ...schedule import TILE
-from ..prepare import widths
 from ..types import CallOptions, PreparedKV
+from .hopper_call import Queries, hopper_call
 from .tiles import key_block
 
 BLOCK_M = 64
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Everything that a compiled variant depends on, besides operand types.
-
-    Attributes:
-        D, DV: Head dims.
-        CLASSES: 2 with high and low tiles, 1 with one class.
-        CAUSAL, WINDOW: Visibility rules in use.
-        PV8: P V in FP8, else in V's 16-bit dtype.
-        SHIFT: log2 of the factor on P.
-    """
-
-    D: int
-    DV: int
-    CLASSES: int
-    CAUSAL: bool
-    WINDOW: bool
-    PV8: bool
-    SHIFT: float
 
 
 @triton.jit
@@ -253,7 +228,7 @@ def _narrow_kernel(q_ptr, k_ptr, v, out, q_scale_ptr, k_scale_ptr, v_scale_ptr, 
 
 
 def run(
-    queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    queries: Queries,
     kv: PreparedKV,
     call: CallOptions,
     out: torch.Tensor,
@@ -262,46 +237,14 @@ def run(
     """Fill out (B, H_q, S_q, Dv) and lse (B, H_q, S_q) from what `folded_queries` returned."""
     if out.numel() == 0:
         return
-    assert kv.folded is not None  # what brought the call here
-    codes, scales, shift = queries
-    k_codes, k_scales = kv.folded
-    config = kv.config.canonical()
-    batch, kv_heads, n_kv, head_dim, value_dim = kv.shape
-    heads, n_q = out.shape[1:3]
-    n_blocks = codes.shape[3] // BLOCK_M
-    pv8 = kv.v_scale is not None
-    code_type = torch.int8 if config.low == "int8" else torch.float8_e4m3fn
-    v = kv.v.view(torch.float8_e4m3fn) if pv8 else kv.v
-    _narrow_kernel[(n_blocks * batch * heads,)](
-        codes.view(code_type),
-        k_codes.view(code_type),
-        Strided(v, v.stride()),
-        Strided(out, out.stride()),
-        scales,
-        k_scales,
-        kv.v_scale,
-        shift,
-        lse,
-        kv.rows.length,
-        n_blocks,
-        batch * heads,
-        heads,
-        heads // kv_heads,
-        n_q,
-        n_kv,
-        k_codes.shape[3] // TILE,
-        abs(call.scale) * LOG2_E,
-        *widths(kv.config, call, n_q, n_kv),
-        SPEC=Spec(
-            D=head_dim,
-            DV=value_dim,
-            CLASSES=codes.shape[0],
-            CAUSAL=call.causal,
-            WINDOW=call.window > 0,
-            PV8=pv8,
-            SHIFT=8.0 if pv8 else 0.0,
-        ),
+    c = hopper_call(queries, kv, call, out, lse, BLOCK_M)
+    _narrow_kernel[(c.blocks * c.planes,)](
+        q_ptr=c.q,
+        k_ptr=c.k,
+        v=Strided(c.v, c.v.stride()),
+        **c.arguments,
+        SPEC=c.spec,
         num_warps=4,
-        num_stages=3 if pv8 else 2,
-        maxnreg=168 if pv8 and not call.window else None,  # three programs an SM
+        num_stages=3 if c.spec.PV8 else 2,
+        maxnreg=168 if c.spec.PV8 and not c.spec.WINDOW else None,  # three programs an SM
     )

@@ -19,31 +19,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-STAGES = gl.constexpr(2)  # tiles of K and V in flight; three bought nothing
+from .hopper_call import CallSpec
+
+STAGES = gl.constexpr(2)  # tiles of K and V in flight, a power of two
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(CallSpec):
     """Everything that a compiled variant depends on, besides operand types.
 
     Attributes:
-        D, DV: Head dims.
-        CLASSES: 2 with high and low tiles, 1 with one class.
-        CAUSAL, WINDOW: Visibility rules in use.
-        PV8: P V in FP8, else in V's 16-bit dtype.
         BIAS: What is added to integer scores to read them as fp32; 0 for FP8.
-        SHIFT: log2 of the factor on P.
         S_LAYOUT, O_LAYOUT, P_LAYOUT: Register layouts of the scores, the output, and P as operand.
     """
 
-    D: int
-    DV: int
-    CLASSES: int
-    CAUSAL: bool
-    WINDOW: bool
-    PV8: bool
     BIAS: float
-    SHIFT: float
     S_LAYOUT: Any
     O_LAYOUT: Any
     P_LAYOUT: Any
