@@ -174,3 +174,11 @@ def device_guard(device: torch.device) -> contextlib.AbstractContextManager[obje
     if device.type == "cuda":
         return torch.cuda.device(device)
     return contextlib.nullcontext()
+
+
+def fits_tma(x: torch.Tensor) -> bool:
+    """TMA reads x (B, H, S, D) as it lies: unit last stride, the rest multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    strides = [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]
+    aligned = all(s % step == 0 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    return x.stride(3) == 1 and aligned and all(s > 0 for s in strides)

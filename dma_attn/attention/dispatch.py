@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 
 from ..config import DMAConfig
-from ..device import device_info
+from ..device import device_info, fits_tma
 from ..quant.rows import Rows
 
 FOLDED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
@@ -92,14 +92,6 @@ def _config_gap(canonical: DMAConfig) -> str:
     if "nvfp4" in names and canonical.granularity == "tensor":
         return 'granularity="tensor"'
     return ""
-
-
-def fits_tma(x: torch.Tensor) -> bool:
-    """TMA reads x (B, H, S, D) as it lies: unit last stride, the rest multiples of 16 bytes."""
-    step = 16 // x.element_size()
-    strides = [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]
-    aligned = all(s % step == 0 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0
-    return x.stride(3) == 1 and aligned and all(s > 0 for s in strides)
 
 
 def hopper_kernel(head_dim: int, value_dim: int) -> ModuleType:

@@ -10,12 +10,13 @@ is read and which scales apply:
 
     score = code_q . code_k * (scale_q[class, query] * scale_k[class, tile] * scale * log2(e))
 
-    warpgroup 0   QK(i) PV(i-1) | max(i) | exp(i) ..................... |  QK(i+1) PV(i) | ...
-    warpgroup 1            exp(i-1) ... |  QK(i) PV(i-1) | max(i) | exp(i) .................
+    warpgroup 0   exp2(i) | QK(i+1) PV(i) . max(i+1) | merge | exp2(i+1) | ...
+    warpgroup 1         exp2(i) | QK(i+1) PV(i) . max(i+1) | merge | ...
 
-PV(i-1) runs under the softmax of tile i, and the warpgroups take turns at starting theirs. FP8
-wgmma accumulates with about 14 bits: every FLUSH tiles the partial output moves to an fp32 sum in
-shared memory, the second level.
+Tiles go from the diagonal, or the end of the keys, to the first: only the first one that is taken
+is masked. Q K^T of the next tile starts among the exponentials of this one. FP8 wgmma accumulates
+with about 14 bits: P V of each tile goes to registers of its own and is merged in fp32, the second
+level. Tensor cores sum the rows of P too, by a product with a constant: an FADD per score less.
 
 Operands: K codes (classes * B * H_kv, tiles * 128, D), Q codes (classes * B * H_q, blocks * 128, D)
 at absolute positions, V as E4M3 transposed (B * H_kv, Dv, tiles * 128) with keys permuted in groups
@@ -33,28 +34,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ... import formats, schedule
-from ...device import processor_count
+from ...device import fits_tma, processor_count
 from ...schedule import TILE
 from ..types import CallOptions, PreparedKV
 from .hopper_call import CallSpec, Queries, hopper_call
 from .hopper_step import (
+    LOG_STAGES,
     STAGES,
     Spec,
-    as_operand,
+    add_sums,
+    hide,
+    matrix,
+    online_maximum,
+    probabilities,
+    start_scores,
+    start_sums,
+    start_values,
     step,
     thread_sums,
     tile_class,
-    value_tile,
-    with_sum,
 )
 
-FLUSH = gl.constexpr(8)  # tiles between two moves of the FP8 accumulator into the fp32 sum
 FLOOR = gl.constexpr(-1e30)  # below every logit: the running maximum before the first key
 LN_2 = gl.constexpr(formats.LN_2)
 INT_BIAS = 12582912.0  # 1.5 * 2^23: its bits plus a small integer are their sum
@@ -112,8 +117,8 @@ def _producer(descs, smem, bars, k_scale_ptr, rounds, shape, inputs, masks, n_ti
     """Fetch each block's Q, then K, its tile scale and V, tile by tile."""
     CLASSES: gl.constexpr = SPEC.CLASSES
     q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem, k_scale_smem, sum_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = bars
+    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n_blocks, q_planes, H_Q, GROUP, S_Q, S_KV = shape
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     spread = gl.arange(0, 64, LANES) * 0
@@ -132,8 +137,8 @@ def _producer(descs, smem, bars, k_scale_ptr, rounds, shape, inputs, masks, n_ti
         for i in range(n):
             count = done + i
             stage = count & (STAGES - 1)
-            phase = ((count // STAGES) & 1) ^ 1
-            t = first + i
+            phase = ((count >> LOG_STAGES) & 1) ^ 1
+            t = first + n - 1 - i
             plane = tile_class(t, ranges, CLASSES) * (q_planes // GROUP) + k_plane
             k_scale = gl.load(k_scale_ptr + plane * n_tiles + t + spread)
             mbarrier.wait(k_empty.index(stage), phase)
@@ -158,116 +163,122 @@ def _consumer(W: gl.constexpr, smem, bars, rounds, shape, inputs, masks, scale, 
               outputs, SPEC: gl.constexpr):
     """Warpgroup W: attention of 64 queries of each block."""
     done = 0
-    turns = 0
     blocks = 0
     for round in range(rounds):
         n, first, block, planes, rows, limits, ranges = _block(round, shape, inputs, masks, SPEC)
         if n > 0:
-            _attend(W, smem, bars, n, first, block, planes, rows, limits, ranges, done, turns,
+            _attend(W, smem, bars, n, first, block, planes, rows, limits, ranges, done,
                     blocks, shape, scale, q_scale_ptr, inputs, outputs, SPEC)
             blocks += 1
-            turns += n - 1
         done += n
+    if outputs[1] is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, ranges, done, turns,
+def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, ranges, done,
             blocks, shape, scale, q_scale_ptr, inputs, outputs, SPEC: gl.constexpr):
-    """One block. done, turns, blocks: tiles, turns and blocks that came before."""
+    """One block. done, blocks: tiles and blocks that came before."""
     DV: gl.constexpr = SPEC.DV
     O_LAYOUT: gl.constexpr = SPEC.O_LAYOUT
-    P_LAYOUT: gl.constexpr = SPEC.P_LAYOUT
-    WINDOW: gl.constexpr = SPEC.WINDOW
     ROW: gl.constexpr = gl.SliceLayout(1, SPEC.S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     O_COL: gl.constexpr = gl.SliceLayout(0, O_LAYOUT)
-    q_smem, k_smem, v_smem, k_scale_smem, sum_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = bars
+    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n_blocks, q_planes, H_Q, GROUP, S_Q, S_KV = shape
     q_plane, k_plane, b, h = planes
     pos_0, q_lo, q_hi, offset = rows
     window, kv_len, seen_lo, common_lo, common_hi = limits
-    out, lse_ptr, shift_ptr = outputs
+    out, out_desc, lse_ptr, shift_ptr = outputs
     length_ptr, v_scale_ptr = inputs
     row_pos = pos_0 + W * 64 + gl.arange(0, 64, ROW)
     at = (q_plane.to(gl.int64) * n_blocks + block) * 128 + W * 64 + gl.arange(0, 64, ROW)
     low_at = at + (SPEC.CLASSES - 1) * (q_planes.to(gl.int64) * n_blocks * 128)
     row_scales = (gl.load(q_scale_ptr + at) * scale, gl.load(q_scale_ptr + low_at) * scale)
-    # State; P of no tile, zeros, lets the first tile go through the loop like the others
-    zero = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
-    p = gl.full([64, 128], 0.0, gl.float32, SPEC.S_LAYOUT)
-    row_max = gl.full([64], FLOOR, gl.float32, ROW)
-    state = (zero, row_max, thread_sums(p), p)
-    sum_max = row_max
-    if SPEC.PV8:
-        if n - 1 > FLUSH:
-            sum_smem.index(W).store(zero)
-    # Tiles; the last one holds the diagonal or the end of the keys
+    # The last tile holds the diagonal or the end of the keys; from there to the first
     mbarrier.wait(q_full, blocks & 1)
-    for begin in range(0, n - 1, FLUSH):
-        for i in range(begin, gl.minimum(begin + FLUSH, n - 1)):
-            state = step(state, i, done, turns, W, smem, bars, row_scales, row_pos, limits, ranges,
-                         first, WINDOW, True, SPEC)
-        if SPEC.PV8:
-            acc, row_max, row_sum, p = state
-            moves = begin + FLUSH < n - 1
-            if moves:
-                acc = with_sum(acc, sum_smem.index(W), sum_max, row_max, O_LAYOUT)
-                sum_smem.index(W).store(acc)
-                acc = zero
-            sum_max = gl.where(moves, row_max, sum_max)
-            state = (acc, row_max, row_sum, p)
-    last = n - 1
-    acc, row_max, row_sum, p = step(state, last, done, turns, W, smem, bars, row_scales, row_pos,
-                                    limits, ranges, first, True, False, SPEC)
+    last = first + n - 1
+    pending_s, q_scale, k_scale = start_scores(last, done, W, smem, bars, row_scales, ranges, SPEC)
+    raw = warpgroup_mma_wait(0, deps=[pending_s])
+    mbarrier.arrive(k_empty.index(done & (STAGES - 1)), count=1)
+    row_max = gl.full([64], FLOOR, gl.float32, ROW)
+    s, factor = hide(raw, q_scale * k_scale, last, row_pos, limits, SPEC)
+    row_max, decay = online_maximum(s, factor, row_max, SPEC)
+    acc = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
+    row_sum = thread_sums(gl.full([64, 8], 0.0, gl.float32, SPEC.SUM_LAYOUT))
+    lse_sum = thread_sums(gl.full([64, 128], 0.0, gl.float32, SPEC.S_LAYOUT))
+    state = (acc, row_max, row_sum, lse_sum, s, factor, decay)
+    for i in range(0, n - 1):
+        state = step(state, i, last, done, W, smem, bars, row_scales, row_pos, limits,
+                     ranges, SPEC)
     mbarrier.arrive(q_empty, count=1)
-    stage = (done + last) & (STAGES - 1)
-    p_op = as_operand(p, v_smem.dtype, P_LAYOUT)
-    mbarrier.wait(v_full.index(stage), ((done + last) // STAGES) & 1)
-    v_tile = value_tile(v_smem, stage, (first + last) * 128, limits, SPEC)
-    pending_o = warpgroup_mma(p_op, v_tile, acc, is_async=True)
+    acc, row_max, row_sum, lse_sum, s, factor, decay = state
+    p, lse_sum = probabilities(s, factor, row_max, lse_sum, decay, smem, SPEC)
+    acc = acc * gl.convert_layout(decay, O_ROW)[:, None]
+    pending_sum = start_sums(p, eighths, SPEC)
+    pending_o = start_values(acc, p, first, done + n - 1, smem, bars, limits, SPEC)
     offs_d = gl.arange(0, DV, O_COL)
     if SPEC.PV8:
         v_scale = gl.load(v_scale_ptr + k_plane * DV + offs_d)
-    acc = warpgroup_mma_wait(0, deps=[pending_o])
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    if SPEC.PV8:
-        if n - 1 > FLUSH:
-            acc = with_sum(acc, sum_smem.index(W), sum_max, row_max, O_LAYOUT)
+    if SPEC.MMA_SUMS:
+        part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
+        total = gl.sum(add_sums(row_sum, decay, part_sum), 1)
+    else:
+        part = warpgroup_mma_wait(0, deps=[pending_o])
+        total = gl.sum(lse_sum, 1)
+    acc = acc + part if SPEC.PV8 else part
+    if out_desc is not None:
+        tma.store_wait(0)  # of the block before
+    mbarrier.arrive(v_empty.index((done + n - 1) & (STAGES - 1)), count=1)
     # Store
-    pos = gl.convert_layout(row_pos, O_ROW)
-    lowest = pos * 0
-    if WINDOW:
-        lowest = gl.maximum(lowest, pos - window + 1)
-    highest = lowest * 0 + kv_len
-    if SPEC.CAUSAL:
-        highest = gl.minimum(highest, pos + 1)
-    blind = highest <= lowest  # rows without a visible key: 0 and -inf, whatever q and V hold
-    total = gl.sum(row_sum, 1)
     acc = acc * (1.0 / gl.convert_layout(total, O_ROW))[:, None]
     if SPEC.PV8:
         acc = acc * v_scale[None, :]
-    acc = gl.where(blind[:, None], 0.0, acc)
-    at = b.to(gl.int64) * out.strides[0] + h.to(gl.int64) * out.strides[1]
-    at += (pos - offset).to(gl.int64)[:, None] * out.strides[2]
-    at += offs_d.to(gl.int64)[None, :] * out.strides[3]
-    stored = ((pos >= q_lo) & (pos < q_hi))[:, None] & (offs_d < DV)[None, :]
-    gl.store(out.ptr + at, acc.to(out.ptr.dtype.element_ty), mask=stored)
+    # Rows without a visible key: 0 and -inf, whatever q and V hold
+    blind = kv_len <= 0
+    if SPEC.CAUSAL:
+        blind = blind | (q_lo < 0)
+    if blind:
+        acc = gl.where(_sees(gl.convert_layout(row_pos, O_ROW), kv_len, SPEC)[:, None], acc, 0.0)
+    tile = acc.to(out.ptr.dtype.element_ty)
+    if out_desc is None:
+        pos = gl.convert_layout(row_pos, O_ROW)
+        at = b.to(gl.int64) * out.strides[0] + h.to(gl.int64) * out.strides[1]
+        at += (pos - offset).to(gl.int64)[:, None] * out.strides[2]
+        at += offs_d.to(gl.int64)[None, :] * out.strides[3]
+        stored = ((pos >= q_lo) & (pos < q_hi))[:, None] & (offs_d < DV)[None, :]
+        gl.store(out.ptr + at, tile, mask=stored)
+    else:  # rows of no query lie beyond the ends of the tensor
+        matrix(out_smem.index(W)).store(tile)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [b, h, pos_0 + W * 64 - offset, 0],
+                                        out_smem.index(W))
     if lse_ptr is not None:
         row = q_plane.to(gl.int64) * S_Q + row_pos - offset
         stored = (row_pos >= q_lo) & (row_pos < q_hi)
-        lse = (row_max + gl.log2(gl.convert_layout(total, ROW)) - SPEC.SHIFT) * LN_2
+        total = gl.convert_layout(gl.sum(lse_sum, 1), ROW)
+        lse = (row_max + gl.log2(total) - SPEC.SHIFT) * LN_2
         if shift_ptr is not None:
             lse += gl.load(shift_ptr + row, mask=stored, other=0.0)
-        blind = gl.convert_layout(blind, ROW)
-        gl.store(lse_ptr + row, gl.where(blind, float("-inf"), lse), mask=stored)
+        lse = gl.where(_sees(row_pos, kv_len, SPEC), lse, float("-inf"))
+        gl.store(lse_ptr + row, lse, mask=stored)
+
+
+@gluon.jit
+def _sees(pos, kv_len, SPEC: gl.constexpr):
+    """True for rows with a visible key; a window never hides the last one."""
+    sees = pos * 0 < kv_len
+    if SPEC.CAUSAL:
+        sees = sees & (pos >= 0)
+    return sees
 
 
 @gluon.jit(do_not_specialize=["rounds", "n_blocks", "q_planes", "H_Q", "GROUP", "S_Q", "S_KV",
                               "n_tiles", "window", "diag", "sink"])
-def _hopper_kernel(q_desc, k_desc, v_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr, out,
-                   lse_ptr, length_ptr, rounds, n_blocks, q_planes, H_Q, GROUP, S_Q, S_KV, n_tiles,
-                   scale, window, diag, sink, SPEC: gl.constexpr):
+def _hopper_kernel(q_desc, k_desc, v_desc, out_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr,
+                   shift_ptr, out, lse_ptr, length_ptr, rounds, n_blocks, q_planes, H_Q, GROUP,
+                   S_Q, S_KV, n_tiles, scale, window, diag, sink, SPEC: gl.constexpr):
     # Shared memory and barriers
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * SPEC.CLASSES] + q_desc.block_type.shape,
                                        q_desc.layout)
@@ -277,10 +288,20 @@ def _hopper_kernel(q_desc, k_desc, v_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr
                                        v_desc.layout)
     k_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64],
                                              gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    sum_smem = k_scale_smem
-    if SPEC.PV8:
-        SUM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SPEC.DV], gl.float32)
-        sum_smem = gl.allocate_shared_memory(gl.float32, [2, 64, SPEC.DV], SUM)
+    eighths = k_smem
+    if SPEC.MMA_SUMS:
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+        eighths = gl.allocate_shared_memory(v_desc.dtype, [8, 128], SPEC.EIGHTHS_LAYOUT)
+        if SPEC.PV8:
+            # From bits: ptxas 12.8 makes garbage of half of a constant that is cast to E4M3
+            bits = gl.full([8, 128], 0x20, gl.uint8, WIDE)
+            eighths.store(bits.to(gl.float8e4nv, bitcast=True))
+        else:
+            eighths.store(gl.full([8, 128], 0.125, v_desc.dtype, WIDE))
+    out_smem = k_smem
+    if out_desc is not None:
+        out_smem = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape,
+                                             out_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -288,7 +309,6 @@ def _hopper_kernel(q_desc, k_desc, v_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)  # the consumers
     for i in gl.static_range(STAGES):
@@ -296,16 +316,13 @@ def _hopper_kernel(q_desc, k_desc, v_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
-    mbarrier.arrive(turn.index(0), count=1)
     fence_async_shared()
     # Roles
-    smem = (q_smem, k_smem, v_smem, k_scale_smem, sum_smem)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turn)
+    smem = (q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     shape = (n_blocks, q_planes, H_Q, GROUP, S_Q, S_KV)
     masks = (window, diag, sink)
-    outputs = (out, lse_ptr, shift_ptr)
+    outputs = (out, out_desc, lse_ptr, shift_ptr)
     inputs = (length_ptr, v_scale_ptr)
     gl.warp_specialize([
         (_consumer, (gl.constexpr(0), smem, bars, rounds, shape, inputs, masks, scale, q_scale_ptr,
@@ -339,21 +356,26 @@ def run(
         q_desc=_descriptor(c.q.flatten(0, 2), (1, TILE // 2, head_dim)),
         k_desc=_descriptor(c.k.flatten(0, 2), (1, TILE, head_dim)),
         v_desc=v_desc,
+        out_desc=_descriptor(out, (1, 1, TILE // 2, value_dim)) if fits_tma(out) else None,
         rounds=-(-work // programs),
         **c.arguments,
-        SPEC=_spec(c.spec, c.q.dtype == torch.int8),
+        SPEC=_spec(c.spec, c.q.dtype == torch.int8, lse is not None, c.v.dtype),
         num_warps=4,
     )
 
 
 @functools.cache
-def _spec(spec: CallSpec, integer: bool) -> Spec:
+def _spec(spec: CallSpec, integer: bool, lse: bool, value_dtype: torch.dtype) -> Spec:
     """The variant with its register layouts."""
-    o_shape = [16, spec.DV, 32 if spec.PV8 else 16]
-    o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], o_shape)
+    k = 32 if spec.PV8 else 16
+    o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, spec.DV, k])
     return Spec(
         **vars(spec),
         BIAS=INT_BIAS if integer else 0.0,
+        LSE=lse,
+        MMA_SUMS=True,
+        SUM_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, k]),
+        EIGHTHS_LAYOUT=_shared_layout((8, 128), value_dtype),
         S_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]),
         O_LAYOUT=o_layout,
         P_LAYOUT=gl.DotOperandLayout(0, o_layout, 4 if spec.PV8 else 2),

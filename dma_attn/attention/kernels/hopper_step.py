@@ -21,7 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper_call import CallSpec
 
-STAGES = gl.constexpr(2)  # tiles of K and V in flight, a power of two
+LOG_STAGES = gl.constexpr(1)
+STAGES = gl.constexpr(1 << LOG_STAGES.value)  # tiles of K and V in flight
+TINY = gl.constexpr(2.0**-126)
+HIDDEN = gl.constexpr(0xFF800000 - 2**32 - 0x4B400000)  # an integer score that becomes -inf
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,18 @@ class Spec(CallSpec):
 
     Attributes:
         BIAS: What is added to integer scores to read them as fp32; 0 for FP8.
-        S_LAYOUT, O_LAYOUT, P_LAYOUT: Register layouts of the scores, the output, and P as operand.
+        LSE: The log-sum-exp is wanted.
+        MMA_SUMS: Tensor cores sum the rows of P.
+        S_LAYOUT, SUM_LAYOUT, O_LAYOUT, P_LAYOUT: Register layouts of the scores, the row sums by
+            tensor core, the output, and P as operand.
     """
 
     BIAS: float
+    LSE: bool
+    MMA_SUMS: bool
     S_LAYOUT: Any
+    SUM_LAYOUT: Any
+    EIGHTHS_LAYOUT: Any
     O_LAYOUT: Any
     P_LAYOUT: Any
 
@@ -65,7 +75,7 @@ def thread_sums(p):
 
 
 @gluon.jit
-def _add_sums(row_sum, decay, p):
+def add_sums(row_sum, decay, p):
     decay = gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))
     return row_sum * decay[:, None] + thread_sums(p)
 
@@ -122,8 +132,8 @@ def _opaque(x):
 
 
 @gluon.jit
-def _visible(s, row_pos, begin, limits, SPEC: gl.constexpr):
-    """Scaled scores of the keys from `begin` on, hidden ones at -inf."""
+def _hidden(s, row_pos, begin, limits, SPEC: gl.constexpr):
+    """Scores of the keys from `begin` on, hidden ones at -inf."""
     window, kv_len, seen_lo, common_lo, common_hi = limits
     pos = _opaque(begin) + gl.arange(0, 128, gl.SliceLayout(0, s.type.layout))
     seen = (row_pos[:, None] * 0 + pos[None, :]) < kv_len
@@ -131,81 +141,126 @@ def _visible(s, row_pos, begin, limits, SPEC: gl.constexpr):
         seen = seen & (pos[None, :] <= row_pos[:, None])
     if SPEC.WINDOW:
         seen = seen & (pos[None, :] > (row_pos - window)[:, None])
-    return gl.where(seen, s, float("-inf"))
+    return gl.where(seen, s, float("-inf") if SPEC.BIAS == 0.0 else HIDDEN)
 
 
 @gluon.jit
-def step(state, i, done, turns, W: gl.constexpr, smem, bars, row_scales, row_pos, limits, ranges,
-         first, EDGE: gl.constexpr, TURNS: gl.constexpr, SPEC: gl.constexpr):
-    """Scores of tile i, P V of tile i - 1 under the softmax of tile i.
-
-    done, turns: Tiles, and turns with the other warpgroup, of the blocks before this one.
-    EDGE: the tile may hold hidden keys. TURNS: take turns with the other warpgroup.
-    """
-    S_LAYOUT: gl.constexpr = SPEC.S_LAYOUT
-    P_LAYOUT: gl.constexpr = SPEC.P_LAYOUT
-    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    q_smem, k_smem, v_smem, k_scale_smem, sum_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = bars
-    window, kv_len, seen_lo, common_lo, common_hi = limits
-    acc, row_max, row_sum, p = state
-    count = done + i
+def start_scores(t, count, W: gl.constexpr, smem, bars, row_scales, ranges, SPEC: gl.constexpr):
+    """Issue Q K^T of tile t, the count-th of the program; the product and both scales of it."""
+    ROW: gl.constexpr = gl.SliceLayout(1, SPEC.S_LAYOUT)
+    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     stage = count & (STAGES - 1)
-    last = gl.where(i > 0, i - 1, 0)
-    before = (done + last) & (STAGES - 1)
-    # Q K^T of this tile, P V of the one before
-    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-    c = tile_class(first + i, ranges, SPEC.CLASSES)
+    c = tile_class(t, ranges, SPEC.CLASSES)
     factor = row_scales[0]
     if SPEC.CLASSES == 2:
         factor = gl.where(c == 0, row_scales[0], row_scales[1])
+    S_LAYOUT: gl.constexpr = SPEC.S_LAYOUT
     zero = gl.full([64, 128], 0, gl.int32 if q_smem.dtype == gl.int8 else gl.float32, S_LAYOUT)
-    pending_s = warpgroup_mma(matrix(q_smem.index(2 * c + W)),
-                              matrix(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False,
-                              is_async=True)
-    factor *= k_scale_smem.index(stage).load(ROW)
-    p_op = as_operand(p, v_smem.dtype, P_LAYOUT)
-    mbarrier.wait(v_full.index(before), ((done + last) // STAGES) & 1)
-    v_tile = value_tile(v_smem, before, (first + last) * 128, limits, SPEC)
-    pending_o = warpgroup_mma(p_op, v_tile, acc, is_async=True)
-    raw = warpgroup_mma_wait(1, deps=[pending_s])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    # Integers plus INT_BIAS are floats, by one addition instead of a cast
-    s = raw
-    if SPEC.BIAS != 0.0:
-        s = (raw + 0x4B400000).to(gl.float32, bitcast=True)
-    # Online softmax
-    if EDGE:
-        # Masked once they are scaled: a factor may underflow to 0, and 0 * -inf is NaN
-        begin = (first + i) * 128
-        s = (s - SPEC.BIAS) * factor[:, None]
-        if begin < common_lo or begin + 128 > common_hi:
-            s = _visible(s, row_pos, begin, limits, SPEC)
-        new_max = gl.maximum(row_max, _row_max(s))
-    else:
-        tile_max = _row_max(raw).to(gl.float32)  # of integers: three-way maxima
-        new_max = gl.maximum(row_max, tile_max * factor)
-    # Before the exponentials of P, so that ptxas spreads the rescaling of acc between them
-    decay = gl.exp2(row_max - new_max)
-    base = new_max - SPEC.SHIFT
-    if SPEC.BIAS != 0.0 and not EDGE:
-        base += SPEC.BIAS * factor
-    if TURNS:
-        mbarrier.wait(turn.index(W), (turns + i) & 1)
-    if not EDGE:
-        s = s * factor[:, None]
-    p = gl.exp2(s - base[:, None])
-    row_sum = _add_sums(row_sum, decay, p)
-    if TURNS:
-        mbarrier.arrive(turn.index(1 - W), count=1)
-    acc = warpgroup_mma_wait(0, deps=[pending_o])
-    mbarrier.arrive(v_empty.index(before), count=1, pred=i > 0)
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SPEC.O_LAYOUT))[:, None]
-    return acc, new_max, row_sum, p
+    mbarrier.wait(k_full.index(stage), (count >> LOG_STAGES) & 1)
+    pending = warpgroup_mma(matrix(q_smem.index(2 * c + W)),
+                            matrix(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False,
+                            is_async=True)
+    return pending, factor, k_scale_smem.index(stage).load(ROW)
 
 
 @gluon.jit
-def with_sum(acc, sum_tile, sum_max, row_max, LAYOUT: gl.constexpr):
-    """acc plus the fp32 sum in shared memory, which is relative to the maxima sum_max."""
-    decay = gl.convert_layout(gl.exp2(sum_max - row_max), gl.SliceLayout(1, LAYOUT))
-    return acc + sum_tile.load(LAYOUT) * decay[:, None]
+def start_sums(p, eighths, SPEC: gl.constexpr):
+    """Issue P times eighths, (64, 8): sums of P without an FADD for each value."""
+    if SPEC.MMA_SUMS:
+        LAYOUT: gl.constexpr = SPEC.SUM_LAYOUT
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, SPEC.P_LAYOUT.k_width)
+        zero = gl.full([64, 8], 0.0, gl.float32, LAYOUT)
+        p = gl.convert_layout(p, OPERAND, assert_trivial=True)
+        return warpgroup_mma(p, eighths.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        return p
+
+
+@gluon.jit
+def start_values(acc, p, t, count, smem, bars, limits, SPEC: gl.constexpr):
+    """Issue P V of tile t: on top of acc, or of nothing in FP8."""
+    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    stage = count & (STAGES - 1)
+    mbarrier.wait(v_full.index(stage), (count >> LOG_STAGES) & 1)
+    v_tile = value_tile(v_smem, stage, t * 128, limits, SPEC)
+    if SPEC.PV8:
+        zero = gl.full([64, SPEC.DV], 0.0, gl.float32, SPEC.O_LAYOUT)
+        return warpgroup_mma(p, v_tile, zero, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(p, v_tile, acc, is_async=True)
+
+
+@gluon.jit
+def hide(s, factor, t, row_pos, limits, SPEC: gl.constexpr):
+    """Scores of tile t with hidden ones at -inf or HIDDEN, and their factor, which is positive."""
+    window, kv_len, seen_lo, common_lo, common_hi = limits
+    if t * 128 < common_lo or t * 128 + 128 > common_hi:
+        s = _hidden(s, row_pos, t * 128, limits, SPEC)
+    return s, gl.where(factor < TINY, TINY, factor)  # 0 * -inf would be NaN
+
+
+@gluon.jit
+def online_maximum(s, factor, row_max, SPEC: gl.constexpr):
+    """New maxima, and the decay of what came before."""
+    tile_max = _row_max(s)
+    if SPEC.BIAS != 0.0:  # of integers: three-way maxima
+        tile_max = gl.where(tile_max == HIDDEN, float("-inf"), tile_max.to(gl.float32))
+    new_max = gl.maximum(row_max, tile_max * factor)
+    return new_max, gl.exp2(row_max - new_max)
+
+
+@gluon.jit
+def probabilities(s, factor, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
+    """P as the operand of P V, and the row sums where the tensor core does not make them."""
+    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    base = row_max - SPEC.SHIFT
+    if SPEC.BIAS != 0.0:
+        base += SPEC.BIAS * factor
+    if SPEC.BIAS != 0.0:  # integers plus the bias are floats, by one addition instead of a cast
+        s = (s + 0x4B400000).to(gl.float32, bitcast=True)
+    p = gl.exp2(s * factor[:, None] - base[:, None])
+    if SPEC.LSE or not SPEC.MMA_SUMS:
+        row_sum = add_sums(row_sum, decay, p)
+    P_LAYOUT: gl.constexpr = SPEC.P_LAYOUT
+    return as_operand(p, v_smem.dtype, P_LAYOUT), row_sum
+
+
+@gluon.jit
+def step(state, i, last, done, W: gl.constexpr, smem, bars, row_scales, row_pos, limits,
+         ranges, SPEC: gl.constexpr):
+    """P of tile last - i; its P V under the scores of the next tile and their maxima.
+
+    done: Tiles of the blocks before this one.
+    """
+    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    acc, row_max, row_sum, lse_sum, raw, factor, decay = state
+    count = done + i
+    p, lse_sum = probabilities(raw, factor, row_max, lse_sum, decay, smem, SPEC)
+    acc_decay = gl.convert_layout(decay, gl.SliceLayout(1, SPEC.O_LAYOUT))[:, None]
+    if not SPEC.PV8:
+        acc = acc * acc_decay
+    pending_s, q_scale, k_scale = start_scores(last - i - 1, count + 1, W, smem, bars, row_scales,
+                                               ranges, SPEC)
+    pending_sum = start_sums(p, eighths, SPEC)
+    pending_o = start_values(acc, p, last - i, count, smem, bars, limits, SPEC)
+    raw = warpgroup_mma_wait(1 + SPEC.MMA_SUMS, deps=[pending_s])
+    if not SPEC.WINDOW:
+        factor = q_scale * k_scale
+        new_max, new_decay = online_maximum(raw, factor, row_max, SPEC)
+        # Over already, but no code moves across: ptxas would take the maxima after P V
+        mbarrier.wait(v_full.index(count & (STAGES - 1)), (count >> LOG_STAGES) & 1)
+    if SPEC.MMA_SUMS:
+        part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
+        row_sum = add_sums(row_sum, decay, part_sum)
+    else:
+        part = warpgroup_mma_wait(0, deps=[pending_o])
+    mbarrier.arrive(k_empty.index((count + 1) & (STAGES - 1)), count=1)
+    mbarrier.arrive(v_empty.index(count & (STAGES - 1)), count=1)
+    acc = acc * acc_decay + part if SPEC.PV8 else part
+    if SPEC.WINDOW:  # masks need the registers of P V
+        raw, factor = hide(raw, q_scale * k_scale, last - i - 1, row_pos, limits, SPEC)
+        new_max, new_decay = online_maximum(raw, factor, row_max, SPEC)
+    return acc, new_max, row_sum, lse_sum, raw, factor, new_decay
