@@ -36,8 +36,8 @@ def _to_e2m1(x):
     Not saturating: from 7 on the result is 8.
     """
     binade = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    magic = (binade + 0x0B400000).to(tl.float32, bitcast=True)
-    return (x + magic) - magic
+    binade = binade.to(tl.float32, bitcast=True)
+    return tl.fma(binade, -1.5 * 2.0**22, tl.fma(binade, 1.5 * 2.0**22, x))
 
 
 @triton.jit
@@ -78,22 +78,24 @@ def _to_element(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _candidate(x, scale, inverse, FORMAT: tl.constexpr):
-    """Elements of x (T, N, BLOCK) under block scales (T, N), the scales, squared errors (T, N)."""
-    scaled = x * inverse[:, :, None]
+def _candidate(x, amax, factor, scale, FORMAT: tl.constexpr):
+    """x (T, N, BLOCK) under one choice of block scales: elements, the scales (T, N), squared errors
+    (T, N), and the largest magnitudes of elements (T, N), where those of x are amax (T, N)."""
+    scaled = x * factor[:, :, None]
     elements = _to_element(scaled, FORMAT)
     diff = elements - scaled
-    return elements, scale, tl.sum(diff * diff, 2) * (scale * scale)
+    largest = tl.abs(_to_element(amax * factor, FORMAT))
+    return elements, scale, tl.sum(diff * diff, 2) * (scale * scale), largest
 
 
 @triton.jit
 def _better(first, second):
-    """Values of the candidate with the smaller error; ties take the first."""
-    elements, scale, error = first
-    elements_1, scale_1, error_1 = second
+    """Elements, scales, largest magnitudes of the candidate with the smaller error; ties: first."""
+    elements, scale, error, largest = first
+    elements_1, scale_1, error_1, largest_1 = second
     better = error_1 < error
-    scale = tl.where(better, scale_1, scale)
-    return tl.where(better[:, :, None], elements_1, elements) * scale[:, :, None]
+    return (tl.where(better[:, :, None], elements_1, elements), tl.where(better, scale_1, scale),
+            tl.where(better, largest_1, largest))
 
 
 @triton.jit
@@ -104,14 +106,16 @@ def _power(exponent):
 
 
 @triton.jit
-def _mx_values(x, amax, FORMAT: tl.constexpr, RULE: tl.constexpr):
-    exponent = mx_exponent(amax, FORMAT, RULE)
-    first = _candidate(x, _power(exponent), _power(-exponent), FORMAT)
-    values = first[0] * first[1][:, :, None]
+def _mx_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr):
+    bits = (amax * tl.abs(gain)).to(tl.int32, bitcast=True)
+    exponent = mx_exponent(bits, FORMAT, RULE)
+    first = _candidate(x, amax, _power(-exponent) * gain, _power(exponent), FORMAT)
+    elements, scale, _, largest = first
     if RULE == "mse":
-        second = _candidate(x, _power(exponent + 1), _power(-exponent - 1), FORMAT)
-        values = _better(first, second)
-    return values
+        exponent += 1
+        second = _candidate(x, amax, _power(-exponent) * gain, _power(exponent), FORMAT)
+        elements, scale, largest = _better(first, second)
+    return elements, scale, largest * scale
 
 
 @triton.jit
@@ -125,83 +129,85 @@ def reciprocal(x):
 
 
 @triton.jit
-def _nvfp4_candidate(x, amax, TARGET: tl.constexpr, FORMAT: tl.constexpr):
-    """x and block maxima relative to the second-level scale; the maximum goes on TARGET."""
-    scale = tl.maximum(amax * (1.0 / TARGET), constant("E4M3_MIN_SUBNORMAL"))
-    scale = _to_e4m3(scale)
-    return _candidate(x, scale, reciprocal(scale), FORMAT)
+def _nvfp4_candidate(x, amax, gain, TARGET: tl.constexpr, FORMAT: tl.constexpr):
+    """gain: what makes x and amax relative to the second-level scale; the maximum goes on TARGET."""
+    scale = tl.abs(amax * gain) * (1.0 / TARGET)
+    scale = _to_e4m3(tl.maximum(scale, constant("E4M3_MIN_SUBNORMAL")))
+    return _candidate(x, amax, gain * reciprocal(scale), scale, FORMAT)
 
 
 @triton.jit
-def _nvfp4_values(blocks, amax, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr):
-    """Values relative to the second-level scale, and that scale (T,); amax: bits (T, N), finite."""
+def _nvfp4_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr):
     largest = tl.max(amax, 1)
     if SPAN == "tile":
         largest = tl.zeros_like(largest) + tl.max(largest, 0)
-    factor = largest.to(tl.float32, bitcast=True) * (1.0 / nvfp4_divisor(RULE))
+    factor = largest * (tl.abs(gain) * (1.0 / nvfp4_divisor(RULE)))
     factor = tl.where(factor < 2.0**-100, 1.0, factor)
-    inverse = reciprocal(factor)
-    blocks *= inverse[:, None, None]
-    amax = amax.to(tl.float32, bitcast=True) * inverse[:, None]
-    first = _nvfp4_candidate(blocks, amax, constant("E2M1_MAX"), FORMAT)
-    values = first[0] * first[1][:, :, None]
+    gain = (reciprocal(factor) * gain)[:, None]
+    first = _nvfp4_candidate(x, amax, gain, constant("E2M1_MAX"), FORMAT)
+    elements, scale, _, largest = first
     if RULE == "mse":
-        second = _nvfp4_candidate(blocks, amax, constant("NVFP4_SECOND_TARGET"), FORMAT)
-        values = _better(first, second)
-    return values, factor
+        second = _nvfp4_candidate(x, amax, gain, constant("NVFP4_SECOND_TARGET"), FORMAT)
+        elements, scale, largest = _better(first, second)
+    scale *= factor[:, None]
+    return elements, scale, largest * scale
 
 
 @triton.jit
-def in_format(x, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr,
-              D: tl.constexpr):
-    """What x (T, D) fp32 becomes in a block-scaled format: values (T, D) and a factor (T,) on them.
+def in_format(x, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr,
+              T: tl.constexpr, D: tl.constexpr):
+    """What gain * x, x (T, D) fp32, becomes in a block-scaled format.
 
-    NaN for a block that holds NaN or Inf. The arithmetic of `quant.encode` with reciprocals in
-    place of divisions: a value within an ulp of a rounding tie may land on its other side.
+    Elements (T, N, BLOCK), their scales (T, N), the largest magnitudes of blocks (T, N), and rows
+    (T,) that hold NaN or Inf, whose elements mean nothing. The arithmetic of `quant.encode` with
+    reciprocals in place of divisions: a value within an ulp of a rounding tie may land on its other
+    side.
     """
-    factor = tl.full([T], 1.0, tl.float32)
+    BLOCK: tl.constexpr = block(FORMAT, D)
+    blocks = x.reshape(T, D // BLOCK, BLOCK)
+    amax = tl.max(abs_bits(blocks), 2)
+    bad = tl.max(amax, 1) >= 0x7F800000
+    amax = tl.where(amax >= 0x7F800000, 0, amax).to(tl.float32, bitcast=True)
     if FORMAT == "mxfp8" and RULE == "rceil":
         # A power of two that clips nothing: folding rounds the same mantissas, once
-        values = tl.where(abs_bits(x) >= 0x7F800000, float("nan"), x)
+        elements, scale, largest = blocks, amax * 0.0 + gain, amax * tl.abs(gain)
+    elif scale_kind(FORMAT) == "e8m0":
+        elements, scale, largest = _mx_blocks(blocks, amax, gain, FORMAT, RULE)
     else:
-        BLOCK: tl.constexpr = block(FORMAT, D)
-        blocks = x.reshape(T, D // BLOCK, BLOCK)
-        amax = tl.max(abs_bits(blocks), 2)
-        bad = amax >= 0x7F800000
-        if scale_kind(FORMAT) == "e8m0":
-            values = _mx_values(blocks, amax, FORMAT, RULE)
-        else:
-            values, factor = _nvfp4_values(blocks, tl.where(bad, 0, amax), FORMAT, RULE, SPAN)
-        values = tl.where(bad[:, :, None], float("nan"), values).reshape(T, D)
-    return values, factor
+        elements, scale, largest = _nvfp4_blocks(blocks, amax, gain, FORMAT, RULE, SPAN)
+    return elements, scale, largest, bad
 
 
 @triton.jit
-def int8_codes(x, SPAN: tl.constexpr):
-    """x (T, D) fp32 -> int8 codes, fp32 scales (T,); NaN in the scale where a row holds it."""
+def int8_codes(x, gain, SPAN: tl.constexpr):
+    """gain * x (T, D) fp32 -> int8 codes, fp32 scales (T,): NaN where a row, or another of its
+    span, holds NaN or Inf, and the codes mean nothing."""
     amax = tl.max(abs_bits(x), 1)
     if SPAN == "tile":
         amax = tl.zeros_like(amax) + tl.max(amax, 0)
-    scale = amax.to(tl.float32, bitcast=True) * (1.0 / element_max("int8"))
+    scale = amax.to(tl.float32, bitcast=True) * (tl.abs(gain) * (1.0 / element_max("int8")))
     scale = tl.where(scale == 0.0, 1.0, scale)
-    bad = amax >= 0x7F800000
-    codes = x * (1.0 / scale)[:, None] + 12582912.0  # 1.5 * 2^23: rounds to the nearest integer
+    codes = x * (gain / scale)[:, None] + 12582912.0  # 1.5 * 2^23: rounds to the nearest integer
     codes = codes.to(tl.int32, bitcast=True).to(tl.int8)
-    return tl.where(bad[:, None], 0, codes), tl.where(bad, float("nan"), scale)
+    return codes, tl.where(amax >= 0x7F800000, float("nan"), scale)
 
 
 @triton.jit
-def fold(values, factor, BY_ROW: tl.constexpr):
-    """values (T, D) * factor (T,) -> E4M3 codes relative to the smallest power of two with which
-    the largest of a row, or of the tile's rows without NaN, fits; that power (T,), 1 for zeros and
-    within 2^-100 and 2^100."""
-    amax = tl.max(abs_bits(values), 1)
-    amax = tl.where(amax < 0x7F800000, amax, 0).to(tl.float32, bitcast=True) * factor
+def fold(elements, scale, largest, bad, BY_ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
+    """What `in_format` returned -> E4M3 codes (T, D) relative to the smallest power of two with
+    which the largest of a row, or of the tile's rows without NaN, fits; that power (T,), 1 for zeros
+    and within 2^-100 and 2^100. NaN goes to the power of a row, else to the row's codes."""
+    amax = tl.where(bad, 0.0, tl.max(largest, 1))
     if not BY_ROW:
         amax = tl.zeros_like(amax) + tl.max(amax, 0)
     amax = amax.to(tl.int32, bitcast=True)
     exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > mantissa_of_max("mxfp8")).to(tl.int32)
     exponent = tl.where(amax == 0, 127, tl.minimum(tl.maximum(exponent, 27), 227))
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    codes = e4m3_code(values * (factor * inverse)[:, None])
-    return codes, (exponent << 23).to(tl.float32, bitcast=True)
+    codes = e4m3_code(elements * (scale * inverse[:, None])[:, :, None]).reshape(T, D)
+    power = (exponent << 23).to(tl.float32, bitcast=True)
+    if BY_ROW:
+        power = tl.where(bad, float("nan"), power)
+    else:
+        codes = tl.where(bad[:, None], constant("E4M3_NAN"), codes).to(tl.uint8)
+    return codes, power

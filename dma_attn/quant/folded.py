@@ -26,7 +26,8 @@ from .fold_jit import INTERPRETED, e4m3_code, fold, in_format, int8_codes, recip
 from .jit import abs_bits, constant, item, rotation_norm, scale_kind, sequence
 from .kernels import Strided, common, program_ids
 
-STATISTICS_ROWS = 256
+STATISTICS_ROWS = 128
+QUERY_TILES = 4  # tiles of Q to a program, which fetches the Hadamard matrix once
 
 
 class FoldedKV(NamedTuple):
@@ -48,16 +49,16 @@ class FoldedKV(NamedTuple):
 
 
 @triton.jit
-def _store_class(x, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T: tl.constexpr,
+def _store_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T: tl.constexpr,
                  D: tl.constexpr, CLASS: tl.constexpr, BY_ROW: tl.constexpr):
     FORMAT: tl.constexpr = item(CLASS, 0)
     RULE: tl.constexpr = item(CLASS, 1)
     SPAN: tl.constexpr = item(CLASS, 2)
     if scale_kind(FORMAT) == "fp32":
-        codes, scale = int8_codes(x, SPAN)
+        codes, scale = int8_codes(x, gain, SPAN)
     else:
-        values, factor = in_format(x, FORMAT, RULE, SPAN, T, D)
-        codes, scale = fold(values, factor, BY_ROW)
+        elements, scale, largest, bad = in_format(x, gain, FORMAT, RULE, SPAN, T, D)
+        codes, scale = fold(elements, scale, largest, bad, BY_ROW, T, D)
     at_tile = (c * planes + plane) * n_tiles + tile
     rows = at_tile * T + tl.arange(0, T)
     tl.store(codes_ptr + rows[:, None] * D + tl.arange(0, D)[None, :],
@@ -77,27 +78,44 @@ def _load_tile(x, b, h, rows, mask_t, D: tl.constexpr):
 
 
 @triton.jit
-def _rotated(raw, sign, hadamard_ptr, D: tl.constexpr):
-    """sign * raw (T, D) times the orthonormal Hadamard matrix; tensor cores add exact products."""
+def _hadamard_tile(hadamard_ptr, D: tl.constexpr):
     offs_d = tl.arange(0, D)
-    matrix = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
-    if INTERPRETED:  # its 16-bit product is wrong
-        raw, matrix = raw.to(tl.float32), matrix.to(tl.float32)
-    return tl.dot(raw, matrix, input_precision="ieee") * (rotation_norm(D) * sign)
+    return tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
 
 
 @triton.jit
-def _fold_rows(raw, mean, mask_t, sign, hadamard_ptr, codes_ptr, scales_ptr, plane, planes, tile,
+def _rotated(raw, matrix, D: tl.constexpr):
+    """raw (T, D) times the matrix of +-1 entries; tensor cores add exact products.
+
+    The matrix holds its columns in such an order that a thread, with columns 8 j + 2 t + (0, 1) of
+    the product for all j, has D / 4 consecutive dims: the blocks of a row need no shuffles.
+    """
+    T: tl.constexpr = raw.shape[0]
+    if INTERPRETED:  # its 16-bit product is wrong
+        raw, matrix = raw.to(tl.float32), matrix.to(tl.float32)
+    y = tl.dot(raw, matrix, input_precision="ieee")
+    return y.reshape(T, D // 8, 4, 2).permute(0, 2, 1, 3).reshape(T, D)
+
+
+@triton.jit
+def _fold_rows(raw, mean, mask_t, sign, matrix, codes_ptr, scales_ptr, plane, planes, tile,
                n_tiles, T: tl.constexpr, D: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
                QUERY: tl.constexpr):
     """A tile of K (minus the rotated mean (D,)) or Q in each class."""
-    y = raw.to(tl.float32) * sign if hadamard_ptr is None else _rotated(raw, sign, hadamard_ptr, D)
+    if matrix is None:
+        y = raw.to(tl.float32)
+        gain = tl.zeros([], tl.float32) + sign
+    else:
+        y = _rotated(raw, matrix, D)
+        gain = rotation_norm(D) * sign
     if not QUERY:
-        y = tl.where(mask_t[:, None], y - mean[None, :], 0.0)
+        y = tl.where(mask_t[:, None], y * gain - mean[None, :], 0.0)
+        gain = tl.zeros([], tl.float32) + 1.0
     if HIGH is not None:
-        _store_class(y, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH, QUERY)
-    _store_class(y, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
-                 T, D, LOW, QUERY)
+        _store_class(y, gain, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH,
+                     QUERY)
+    _store_class(y, gain, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane, planes, tile,
+                 n_tiles, T, D, LOW, QUERY)
 
 
 @triton.jit
@@ -139,27 +157,31 @@ def _fold_kv_kernel(k, v, length_ptr, mean_ptr, hadamard_ptr, codes_ptr, scales_
         mean = tl.zeros([D], tl.float32)
         if mean_ptr is not None:
             mean = tl.load(mean_ptr + plane * D + tl.arange(0, D))
-        _fold_rows(_load_tile(k, b, h, rows, mask_t, D), mean, mask_t, 1.0, hadamard_ptr, codes_ptr,
+        matrix = None if hadamard_ptr is None else _hadamard_tile(hadamard_ptr, D)
+        _fold_rows(_load_tile(k, b, h, rows, mask_t, D), mean, mask_t, 1.0, matrix, codes_ptr,
                    scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH, LOW, False)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "planes", "H", "GROUP", "S", "S_KV", "scale"])
 def _fold_q_kernel(q, length_ptr, hadamard_ptr, codes_ptr, scales_ptr, shift_ptr, mean_ptr, n_tiles,
-                   planes, H, GROUP, S, S_KV, sign, scale, T: tl.constexpr, D: tl.constexpr,
-                   HIGH: tl.constexpr, LOW: tl.constexpr):
-    """A tile of queries at absolute positions; shift (B, H, S) = scale * q . mean."""
-    tile, b, h = program_ids(n_tiles, H)
+                   planes, H, GROUP, S, S_KV, sign, scale, T: tl.constexpr, TILES: tl.constexpr,
+                   D: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
+    """Tiles of queries at absolute positions; shift (B, H, S) = scale * q . mean."""
+    group, b, h = program_ids(tl.cdiv(n_tiles, TILES), H)
     _, kv_len = sequence(b, None, length_ptr, S_KV, S_KV)
-    rows = tile.to(tl.int64) * T - ((kv_len - S) & 127) + tl.arange(0, T)
-    mask_t = (rows >= 0) & (rows < S)
-    raw = _load_tile(q, b, h, rows, mask_t, D)
+    matrix = None if hadamard_ptr is None else _hadamard_tile(hadamard_ptr, D)
     plane = b * H + h
-    if shift_ptr is not None:
-        mean = tl.load(mean_ptr + (b * (H // GROUP) + h // GROUP) * D + tl.arange(0, D))
-        shift = tl.sum(raw.to(tl.float32) * mean[None, :], 1) * scale
-        tl.store(shift_ptr + plane * S + rows, shift, mask=mask_t)
-    _fold_rows(raw, None, mask_t, sign, hadamard_ptr, codes_ptr, scales_ptr, plane, planes, tile,
-               n_tiles, T, D, HIGH, LOW, True)
+    for i in range(0, tl.minimum(TILES, n_tiles - group * TILES)):
+        tile = group * TILES + i
+        rows = tile.to(tl.int64) * T - ((kv_len - S) & 127) + tl.arange(0, T)
+        mask_t = (rows >= 0) & (rows < S)
+        raw = _load_tile(q, b, h, rows, mask_t, D)
+        if shift_ptr is not None:
+            mean = tl.load(mean_ptr + (b * (H // GROUP) + h // GROUP) * D + tl.arange(0, D))
+            shift = tl.sum(raw.to(tl.float32) * mean[None, :], 1) * scale
+            tl.store(shift_ptr + plane * S + rows, shift, mask=mask_t)
+        _fold_rows(raw, None, mask_t, sign, matrix, codes_ptr, scales_ptr, plane, planes, tile,
+                   n_tiles, T, D, HIGH, LOW, True)
 
 
 @triton.jit(do_not_specialize=["n_blocks", "H", "S"])
@@ -181,7 +203,7 @@ def _statistics_kernel(k, v, length_ptr, hadamard_ptr, partial_ptr, count_ptr, m
     count = tl.zeros([T, D], tl.float32)
     amax = tl.zeros([T, DV], tl.int32)
     begin = i_block.to(tl.int64) * ROWS
-    for i in range(0, ROWS, T):
+    for i in tl.static_range(0, ROWS, T):
         rows = begin + i + tl.arange(0, T)
         mask_t = rows < length
         if mean_ptr is not None:
@@ -220,7 +242,8 @@ def _statistics_kernel(k, v, length_ptr, hadamard_ptr, partial_ptr, count_ptr, m
                 signs = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
                 column = tl.load(mean_ptr + plane * D + offs_d)
                 rotated = tl.sum(column[:, None] * signs.to(tl.float32), 0)
-                tl.store(rotated_ptr + plane * D + offs_d, rotated * rotation_norm(D))
+                dims = ((offs_d & 7) >> 1) * (D // 4) + (offs_d >> 3) * 2 + (offs_d & 1)
+                tl.store(rotated_ptr + plane * D + dims, rotated * rotation_norm(D))
         if v_scale_ptr is not None:
             scale = tl.max(amax, 0).to(tl.float32, bitcast=True) / constant("E4M3_MAX")
             tl.store(v_scale_ptr + plane * DV + offs_v, tl.where(scale < 2.0**-100, 1.0, scale))
@@ -334,7 +357,7 @@ def fold_q(
     if mean is not None:
         shift = torch.empty(batch, heads, size, dtype=torch.float32, device=q.device)
     n_tiles *= TILE // rows
-    _fold_q_kernel[(n_tiles * batch * heads,)](
+    _fold_q_kernel[(-(-n_tiles // QUERY_TILES) * batch * heads,)](
         Strided(q, q.stride()),
         length,
         _hadamard(head_dim, q.dtype, q.device) if config.rotate else None,
@@ -351,6 +374,7 @@ def fold_q(
         -1.0 if scale < 0 else 1.0,
         scale,
         T=rows,
+        TILES=QUERY_TILES,
         D=head_dim,
         HIGH=_class_spec(high, config.scale_rule),
         LOW=_class_spec(low, config.scale_rule),
@@ -361,11 +385,12 @@ def fold_q(
 
 @functools.cache
 def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The Hadamard matrix in Sylvester order, unnormalised."""
+    """The Hadamard matrix in Sylvester order, unnormalised; its columns as `_rotated` wants them."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix.to(device, dtype)
+    columns = torch.arange(size).view(4, size // 8, 2).transpose(0, 1).flatten()
+    return matrix[:, columns].to(device, dtype)
 
 
 def _class_spec(
