@@ -242,18 +242,22 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     if blind:
         acc = gl.where(_sees(gl.convert_layout(row_pos, O_ROW), kv_len, SPEC)[:, None], acc, 0.0)
     tile = acc.to(out.ptr.dtype.element_ty)
-    if out_desc is None:
+    begin = pos_0 + W * 64 - offset
+    by_rows = begin < 0
+    if out_desc is not None:
+        if begin >= 0:  # TMA drops rows beyond the end of the tensor, and fails on rows before it
+            matrix(out_smem.index(W)).store(tile)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [b, h, begin, 0], out_smem.index(W))
+    else:
+        by_rows = begin == begin
+    if by_rows:
         pos = gl.convert_layout(row_pos, O_ROW)
-        at = b.to(gl.int64) * out.strides[0] + h.to(gl.int64) * out.strides[1]
-        at += (pos - offset).to(gl.int64)[:, None] * out.strides[2]
-        at += offs_d.to(gl.int64)[None, :] * out.strides[3]
+        to = b.to(gl.int64) * out.strides[0] + h.to(gl.int64) * out.strides[1]
+        to += (pos - offset).to(gl.int64)[:, None] * out.strides[2]
+        to += offs_d.to(gl.int64)[None, :] * out.strides[3]
         stored = ((pos >= q_lo) & (pos < q_hi))[:, None] & (offs_d < DV)[None, :]
-        gl.store(out.ptr + at, tile, mask=stored)
-    else:  # rows of no query lie beyond the ends of the tensor
-        matrix(out_smem.index(W)).store(tile)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [b, h, pos_0 + W * 64 - offset, 0],
-                                        out_smem.index(W))
+        gl.store(out.ptr + to, tile, mask=stored)
     if lse_ptr is not None:
         row = q_plane.to(gl.int64) * S_Q + row_pos - offset
         stored = (row_pos >= q_lo) & (row_pos < q_hi)
