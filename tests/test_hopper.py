@@ -83,7 +83,6 @@ def test_covered_calls() -> None:
         ({"valid": torch.ones(2, 300, dtype=torch.bool)}, "mask"),
         ({"cu": torch.tensor([0, 1, 300], dtype=torch.int32)}, "packed"),
         ({"config": "default", "view": 1}, "strides"),
-        ({"config": "default", "length": torch.tensor([3, 5], dtype=torch.int32)}, "kv_len"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -111,9 +110,9 @@ def compiled(config: str, dims: tuple[int, int], **arguments: object) -> Any:
     with use_hopper(), compile_only(90) as kernels:
         dma_attention(q, k, v, config=DMAConfig.parse(config), impl="triton", **arguments)
     by_name = {kernel.metadata.name: kernel for kernel in kernels}
-    name = "_narrow_kernel" if dims == (64, 64) else "_hopper_kernel"
-    assert set(by_name) <= {"_statistics_kernel", "_fold_kv_kernel", "_fold_q_kernel", name}
-    kernel = by_name[name]
+    assert set(by_name) <= {"_statistics_kernel", "_fold_kv_kernel", "_fold_q_kernel",
+                            "hopper_kernel"}
+    kernel = by_name["hopper_kernel"]
     assert kernel.metadata.shared <= 232448
     return kernel
 
@@ -138,8 +137,7 @@ def test_instructions(config: str, dims: tuple[int, int], tmp_path: Path) -> Non
     assert re.search(rf"wgmma\.mma_async\S*m64n128k32\.{re.escape(scores)}", ptx)
     values = rf"n{dims[1]}k16\.f32\.bf16" if config == "default" else rf"n{dims[1]}k32\.f32\.e4m3"
     assert re.search(rf"wgmma\.mma_async\S*m64{values}", ptx)
-    if dims != (64, 64):
-        assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
     assert len(re.findall(r"\b(STL|LDL)\b", sass)) < 32
     assert sass.count("WARPGROUP.DEPBAR") <= sass.count("GMMA.64x")
 
@@ -206,7 +204,7 @@ class TestOnHopper:
         q, k, v = random_qkv(1, (4, 2), (300, 900), 128, device=DEVICE)
         check(q, k, v, config, is_causal=True, **arguments)
 
-    @pytest.mark.parametrize("config", ["default,pv=fp8", "hopper"])
+    @pytest.mark.parametrize("config", ["default,pv=fp8", "default", "hopper"])
     def test_lengths_on_the_device(self, config: str) -> None:
         q, k, v = random_qkv(3, (4, 2), (200, 700), 128, device=DEVICE)
         ends = torch.tensor([700, 0, 333], dtype=torch.int32, device=DEVICE)
@@ -247,10 +245,7 @@ class TestOnHopper:
         """More than three rounds over the SMs, with rows of no and of few keys among them."""
         q, k, v = random_qkv(3, (21, 7), (1000, 1000), 128, device=DEVICE)
         ends = torch.tensor([1000, 0, 333], dtype=torch.int32, device=DEVICE)
-        if config == "default":
-            check(q, k, v, config, is_causal=True)
-        else:
-            check(q, k, v, config, is_causal=True, kv_len=ends)
+        check(q, k, v, config, is_causal=True, kv_len=ends)
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("config", CONFIGS)

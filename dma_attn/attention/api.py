@@ -12,7 +12,6 @@ from ..device import device_guard, use_triton
 from ..quant.rows import Rows
 from . import reference
 from . import validate as check
-from .dispatch import hopper_kernel
 from .prepare import folded_queries, prepare
 from .types import CallOptions, PreparedKV, mask_floor
 
@@ -373,8 +372,10 @@ def _run(
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         with device_guard(q.device):
             if kv.folded is not None:
+                from .kernels import hopper_call
+
                 queries = folded_queries(q, kv, call.scale, lse is not None)
-                hopper_kernel(*kv.shape[3:]).run(queries, kv, call, target, lse)
+                hopper_call.run(queries, kv, call, target, lse)
             else:
                 from .kernels import portable
 

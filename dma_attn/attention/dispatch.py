@@ -5,8 +5,7 @@
   `none`, `int4`, `fp4`, int8 with token scales, scale_rule "paper" or granularity "tensor".
 - Full and causal attention, windows, grouped queries, any lengths, `kv_len`, LSE, any strides of Q,
   K and the output. Not padding or attention masks, top-left causal, packed sequences.
-- `pv="fp8"` with any V; `pv="fp16"` where V's strides are multiples of 16 bytes and `kv_len` is no
-  tensor.
+- `pv="fp8"` with any V; `pv="fp16"` where V's strides are multiples of 16 bytes.
 
 Everything else takes the portable kernel. The choice depends on what `prepare_kv` sees, so prepared
 keys serve every `dma_attention_prepared`. Until `use_hopper()` turns it on the kernel is off.
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 
@@ -71,11 +69,8 @@ def hopper_gap(
         return "a mask"
     if rows.cu is not None:
         return "packed sequences"
-    if config.pv == "fp16":
-        if rows.length is not None:
-            return "pv=fp16 with a kv_len tensor"
-        if not fits_tma(v):
-            return f"V's strides {v.stride()}; pv=fp16 needs multiples of 16 bytes"
+    if config.pv == "fp16" and not fits_tma(v):
+        return f"V's strides {v.stride()}; pv=fp16 needs multiples of 16 bytes"
     return ""
 
 
@@ -92,14 +87,3 @@ def _config_gap(canonical: DMAConfig) -> str:
     if "nvfp4" in names and canonical.granularity == "tensor":
         return 'granularity="tensor"'
     return ""
-
-
-def hopper_kernel(head_dim: int, value_dim: int) -> ModuleType:
-    """The Hopper kernel for these head dims, a module with `run`.
-
-    Plain Triton for narrow heads, where several programs an SM keep the exponential unit busy; the
-    warp-specialised kernel for the rest.
-    """
-    from .kernels import hopper, hopper_narrow
-
-    return hopper_narrow if head_dim == value_dim == 64 else hopper

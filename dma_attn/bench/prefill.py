@@ -16,7 +16,7 @@ import torch
 
 from .. import dma_attention, prepare_kv
 from ..attention.api import check_call
-from ..attention.dispatch import hopper_gap, hopper_kernel, use_hopper
+from ..attention.dispatch import hopper_gap, use_hopper
 from ..attention.prepare import folded_queries
 from ..config import DMAConfig
 from ..quant.rows import Rows
@@ -211,14 +211,15 @@ def _candidates(
     with use_hopper():
         if hopper_gap(k, v, config, Rows(k.shape[0], k.shape[2]), masked=False):
             return
+        from ..attention.kernels import hopper_call
+
         prepared = prepare_kv(k, v, config)
         call = check_call(q, prepared.shape, workload.causal, None, None, False)
         queries = folded_queries(q, prepared, call.scale, want_shift=False)
         alone = torch.empty_like(q)
-        kernel = hopper_kernel(q.shape[3], v.shape[3])
 
     def launch() -> torch.Tensor:
-        kernel.run(queries, prepared, call, alone, None)
+        hopper_call.run(queries, prepared, call, alone, None)
         return alone
 
     yield KERNEL, launch

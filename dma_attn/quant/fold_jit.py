@@ -130,7 +130,7 @@ def reciprocal(x):
 
 @triton.jit
 def _nvfp4_candidate(x, amax, gain, TARGET: tl.constexpr, FORMAT: tl.constexpr):
-    """gain: what makes x and amax relative to the second-level scale; the maximum goes on TARGET."""
+    """gain makes x and amax relative to the second-level scale; the maximum goes on TARGET."""
     scale = tl.abs(amax * gain) * (1.0 / TARGET)
     scale = _to_e4m3(tl.maximum(scale, constant("E4M3_MIN_SUBNORMAL")))
     return _candidate(x, amax, gain * reciprocal(scale), scale, FORMAT)
@@ -194,9 +194,12 @@ def int8_codes(x, gain, SPAN: tl.constexpr):
 
 @triton.jit
 def fold(elements, scale, largest, bad, BY_ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
-    """What `in_format` returned -> E4M3 codes (T, D) relative to the smallest power of two with
-    which the largest of a row, or of the tile's rows without NaN, fits; that power (T,), 1 for zeros
-    and within 2^-100 and 2^100. NaN goes to the power of a row, else to the row's codes."""
+    """What `in_format` returned -> E4M3 codes (T, D) and powers of two (T,) that they multiply.
+
+    The power is the smallest with which the largest of a row, or of the tile's rows without NaN,
+    fits; 1 for zeros, and within 2^-100 and 2^100. NaN goes to the power of a row (BY_ROW), else to
+    the row's codes.
+    """
     amax = tl.where(bad, 0.0, tl.max(largest, 1))
     if not BY_ROW:
         amax = tl.zeros_like(amax) + tl.max(amax, 0)

@@ -385,7 +385,7 @@ def fold_q(
 
 @functools.cache
 def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The Hadamard matrix in Sylvester order, unnormalised; its columns as `_rotated` wants them."""
+    """The unnormalised Hadamard matrix, its columns in the order that `_rotated` wants."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

@@ -25,9 +25,6 @@ of 16 so that P needs no shuffles, or V itself; see `quant.folded`. Needs comput
 
 from __future__ import annotations
 
-import functools
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,17 +33,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ... import formats, schedule
-from ...device import fits_tma, processor_count
-from ...schedule import TILE
-from ..types import CallOptions, PreparedKV
-from .hopper_call import CallSpec, Queries, hopper_call
 from .hopper_step import (
     LOG_STAGES,
     STAGES,
-    Spec,
     add_sums,
     hide,
     matrix,
@@ -221,12 +212,8 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     offs_d = gl.arange(0, DV, O_COL)
     if SPEC.PV8:
         v_scale = gl.load(v_scale_ptr + k_plane * DV + offs_d)
-    if SPEC.MMA_SUMS:
-        part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
-        total = gl.sum(add_sums(row_sum, decay, part_sum), 1)
-    else:
-        part = warpgroup_mma_wait(0, deps=[pending_o])
-        total = gl.sum(lse_sum, 1)
+    part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
+    total = gl.sum(add_sums(row_sum, decay, part_sum), 1)
     acc = acc + part if SPEC.PV8 else part
     if out_desc is not None:
         tma.store_wait(0)  # of the block before
@@ -280,7 +267,7 @@ def _sees(pos, kv_len, SPEC: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rounds", "n_blocks", "q_planes", "H_Q", "GROUP", "S_Q", "S_KV",
                               "n_tiles", "window", "diag", "sink"])
-def _hopper_kernel(q_desc, k_desc, v_desc, out_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr,
+def hopper_kernel(q_desc, k_desc, v_desc, out_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr,
                    shift_ptr, out, lse_ptr, length_ptr, rounds, n_blocks, q_planes, H_Q, GROUP,
                    S_Q, S_KV, n_tiles, scale, window, diag, sink, SPEC: gl.constexpr):
     # Shared memory and barriers
@@ -292,16 +279,14 @@ def _hopper_kernel(q_desc, k_desc, v_desc, out_desc, q_scale_ptr, k_scale_ptr, v
                                        v_desc.layout)
     k_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64],
                                              gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    eighths = k_smem
-    if SPEC.MMA_SUMS:
-        WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-        eighths = gl.allocate_shared_memory(v_desc.dtype, [8, 128], SPEC.EIGHTHS_LAYOUT)
-        if SPEC.PV8:
-            # From bits: ptxas 12.8 makes garbage of half of a constant that is cast to E4M3
-            bits = gl.full([8, 128], 0x20, gl.uint8, WIDE)
-            eighths.store(bits.to(gl.float8e4nv, bitcast=True))
-        else:
-            eighths.store(gl.full([8, 128], 0.125, v_desc.dtype, WIDE))
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    eighths = gl.allocate_shared_memory(v_desc.dtype, [8, 128], SPEC.EIGHTHS_LAYOUT)
+    if SPEC.PV8:
+        # From bits: ptxas 12.8 makes garbage of half of a constant that is cast to E4M3
+        bits = gl.full([8, 128], 0x20, gl.uint8, WIDE)
+        eighths.store(bits.to(gl.float8e4nv, bitcast=True))
+    else:
+        eighths.store(gl.full([8, 128], 0.125, v_desc.dtype, WIDE))
     out_smem = k_smem
     if out_desc is not None:
         out_smem = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape,
@@ -336,69 +321,3 @@ def _hopper_kernel(q_desc, k_desc, v_desc, out_desc, q_scale_ptr, k_scale_ptr, v
         (_producer, ((q_desc, k_desc, v_desc), smem, bars, k_scale_ptr, rounds, shape, inputs,
                      masks, n_tiles, SPEC)),
     ], [4, 1], [240, 24])
-
-
-def run(
-    queries: Queries,
-    kv: PreparedKV,
-    call: CallOptions,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Fill out (B, H_q, S_q, Dv) and lse (B, H_q, S_q) from what `folded_queries` returned."""
-    if out.numel() == 0:
-        return
-    c = hopper_call(queries, kv, call, out, lse, TILE)
-    head_dim, value_dim = c.spec.D, c.spec.DV
-    if c.spec.PV8:
-        v_desc = _descriptor(c.v.flatten(0, 1), (1, value_dim, TILE))
-    else:
-        v_desc = _descriptor(c.v, (1, 1, TILE, value_dim))
-    work = c.blocks * c.planes
-    programs = min(work, processor_count(out.device))
-    _hopper_kernel[(programs,)](
-        q_desc=_descriptor(c.q.flatten(0, 2), (1, TILE // 2, head_dim)),
-        k_desc=_descriptor(c.k.flatten(0, 2), (1, TILE, head_dim)),
-        v_desc=v_desc,
-        out_desc=_descriptor(out, (1, 1, TILE // 2, value_dim)) if fits_tma(out) else None,
-        rounds=-(-work // programs),
-        **c.arguments,
-        SPEC=_spec(c.spec, c.q.dtype == torch.int8, lse is not None, c.v.dtype),
-        num_warps=4,
-    )
-
-
-@functools.cache
-def _spec(spec: CallSpec, integer: bool, lse: bool, value_dtype: torch.dtype) -> Spec:
-    """The variant with its register layouts."""
-    k = 32 if spec.PV8 else 16
-    o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, spec.DV, k])
-    return Spec(
-        **vars(spec),
-        BIAS=INT_BIAS if integer else 0.0,
-        LSE=lse,
-        MMA_SUMS=True,
-        SUM_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, k]),
-        EIGHTHS_LAYOUT=_shared_layout((8, 128), value_dtype),
-        S_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]),
-        O_LAYOUT=o_layout,
-        P_LAYOUT=gl.DotOperandLayout(0, o_layout, 4 if spec.PV8 else 2),
-    )
-
-
-def _descriptor(x: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """TMA boxes of x; beyond its ends they read zeros."""
-    return TensorDescriptor.from_tensor(x, list(box), _shared_layout(box, x.dtype))
-
-
-@functools.cache
-def _shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(box), _GLUON_TYPES[dtype])
-
-
-_GLUON_TYPES = {
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.int8: gl.int8,
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-}

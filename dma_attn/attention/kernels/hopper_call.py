@@ -1,117 +1,138 @@
-"""What both Hopper kernels are launched with: views of the folded operands and common arguments."""
+"""The launch of the Hopper kernel: TMA descriptors of its operands, the variant, the arguments."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import functools
 
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...device import fits_tma, processor_count
 from ...formats import LOG2_E
 from ...quant.kernels import Strided
 from ...schedule import TILE
 from ..prepare import widths
 from ..types import CallOptions, PreparedKV
+from .hopper import hopper_kernel
+from .hopper_step import Spec
 
 Queries = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+INT_BIAS = 12582912.0  # 1.5 * 2^23: its bits plus a small integer are their sum
+GLUON_TYPES = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int8: gl.int8,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+}
 
 
-@dataclass(frozen=True)
-class CallSpec:
-    """What a compiled variant of either kernel depends on, besides operand types.
-
-    Attributes:
-        D, DV: Head dims.
-        CLASSES: 2 with high and low tiles, 1 with one class.
-        CAUSAL, WINDOW: Visibility rules in use.
-        PV8: P V in FP8, else in V's 16-bit dtype.
-        SHIFT: log2 of the factor on P.
-    """
-
-    D: int
-    DV: int
-    CLASSES: int
-    CAUSAL: bool
-    WINDOW: bool
-    PV8: bool
-    SHIFT: float
-
-
-class HopperCall(NamedTuple):
-    """Operands and arguments of a launch.
-
-    Attributes:
-        q, k: Codes as E4M3 or int8 (classes, B, H, rows, D).
-        v: E4M3 codes (B, H_kv, Dv, tiles * 128), or V (B, H_kv, S_kv, Dv).
-        blocks: Blocks of `rows` queries of one head.
-        planes: Heads of all batch rows.
-        arguments: The keyword arguments that the kernels share.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    blocks: int
-    planes: int
-    spec: CallSpec
-    arguments: dict[str, Any]
-
-
-def hopper_call(
+def run(
     queries: Queries,
     kv: PreparedKV,
     call: CallOptions,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    rows: int,
-) -> HopperCall:
-    """Arguments for out (B, H_q, S_q, Dv), from what `folded_queries` returned.
-
-    Args:
-        rows: Queries of a block of work.
-    """
+) -> None:
+    """Fill out (B, H_q, S_q, Dv) and lse (B, H_q, S_q) from what `folded_queries` returned."""
+    if out.numel() == 0:
+        return
     assert kv.folded is not None  # what brought the call here
     codes, scales, shift = queries
     k_codes, k_scales = kv.folded
     batch, kv_heads, n_kv, head_dim, value_dim = kv.shape
     heads, n_q = out.shape[1:3]
-    pv8 = kv.v_scale is not None
+    fp8 = kv.v_scale is not None
     code_type = torch.int8 if kv.config.canonical().low == "int8" else torch.float8_e4m3fn
     window, diag, sink = widths(kv.config, call, n_q, n_kv)
-    blocks = codes.shape[3] // rows
-    return HopperCall(
-        q=codes.view(code_type),
-        k=k_codes.view(code_type),
-        v=kv.v.view(torch.float8_e4m3fn) if pv8 else kv.v,
-        blocks=blocks,
-        planes=batch * heads,
-        spec=CallSpec(
-            D=head_dim,
-            DV=value_dim,
-            CLASSES=codes.shape[0],
-            CAUSAL=call.causal,
-            WINDOW=call.window > 0,
-            PV8=pv8,
-            SHIFT=8.0 if pv8 else 0.0,
+    blocks = codes.shape[3] // TILE
+    work = blocks * batch * heads
+    programs = min(work, processor_count(out.device))
+    if fp8:
+        v = kv.v.view(torch.float8_e4m3fn)
+        v_desc = _descriptor(v.flatten(0, 1), (1, value_dim, TILE))
+    else:
+        v = kv.v
+        v_desc = _descriptor(v, (1, 1, TILE, value_dim))
+    hopper_kernel[(programs,)](
+        q_desc=_descriptor(codes.view(code_type).flatten(0, 2), (1, TILE // 2, head_dim)),
+        k_desc=_descriptor(k_codes.view(code_type).flatten(0, 2), (1, TILE, head_dim)),
+        v_desc=v_desc,
+        out_desc=_descriptor(out, (1, 1, TILE // 2, value_dim)) if fits_tma(out) else None,
+        q_scale_ptr=scales,
+        k_scale_ptr=k_scales,
+        v_scale_ptr=kv.v_scale,
+        shift_ptr=shift,
+        out=Strided(out, out.stride()),
+        lse_ptr=lse,
+        length_ptr=kv.rows.length,
+        rounds=-(-work // programs),
+        n_blocks=blocks,
+        q_planes=batch * heads,
+        H_Q=heads,
+        GROUP=heads // kv_heads,
+        S_Q=n_q,
+        S_KV=n_kv,
+        n_tiles=k_codes.shape[3] // TILE,
+        scale=abs(call.scale) * LOG2_E,
+        window=window,
+        diag=diag,
+        sink=sink,
+        SPEC=_spec(
+            head_dim,
+            value_dim,
+            classes=codes.shape[0],
+            causal=call.causal,
+            window=call.window > 0,
+            tail=kv.rows.length is not None and not fp8,
+            lse=lse is not None,
+            integer=code_type == torch.int8,
+            value_type=v.dtype,
         ),
-        arguments={
-            "q_scale_ptr": scales,
-            "k_scale_ptr": k_scales,
-            "v_scale_ptr": kv.v_scale,
-            "shift_ptr": shift,
-            "out": Strided(out, out.stride()),
-            "lse_ptr": lse,
-            "length_ptr": kv.rows.length,
-            "n_blocks": blocks,
-            "q_planes": batch * heads,
-            "H_Q": heads,
-            "GROUP": heads // kv_heads,
-            "S_Q": n_q,
-            "S_KV": n_kv,
-            "n_tiles": k_codes.shape[3] // TILE,
-            "scale": abs(call.scale) * LOG2_E,
-            "window": window,
-            "diag": diag,
-            "sink": sink,
-        },
+        num_warps=4,
     )
+
+
+@functools.cache
+def _spec(
+    head_dim: int,
+    value_dim: int,
+    classes: int,
+    causal: bool,
+    window: bool,
+    tail: bool,
+    lse: bool,
+    integer: bool,
+    value_type: torch.dtype,
+) -> Spec:
+    """The variant with its layouts."""
+    fp8 = value_type == torch.float8_e4m3fn
+    k = 32 if fp8 else 16
+    o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value_dim, k])
+    return Spec(
+        D=head_dim,
+        DV=value_dim,
+        CLASSES=classes,
+        CAUSAL=causal,
+        WINDOW=window,
+        TAIL=tail,
+        PV8=fp8,
+        LSE=lse,
+        SHIFT=8.0 if fp8 else 0.0,
+        BIAS=INT_BIAS if integer else 0.0,
+        S_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]),
+        SUM_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, k]),
+        O_LAYOUT=o_layout,
+        P_LAYOUT=gl.DotOperandLayout(0, o_layout, 4 if fp8 else 2),
+        EIGHTHS_LAYOUT=_shared_layout((8, 128), value_type),
+    )
+
+
+def _descriptor(x: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """TMA boxes of x; beyond its ends they read zeros."""
+    return TensorDescriptor.from_tensor(x, list(box), _shared_layout(box, x.dtype))
+
+
+@functools.cache
+def _shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), GLUON_TYPES[dtype])

@@ -19,8 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_call import CallSpec
-
 LOG_STAGES = gl.constexpr(1)
 STAGES = gl.constexpr(1 << LOG_STAGES.value)  # tiles of K and V in flight
 TINY = gl.constexpr(2.0**-126)
@@ -28,25 +26,38 @@ HIDDEN = gl.constexpr(0xFF800000 - 2**32 - 0x4B400000)  # an integer score that 
 
 
 @dataclass(frozen=True)
-class Spec(CallSpec):
-    """Everything that a compiled variant depends on, besides operand types.
+class Spec:
+    """What a compiled variant depends on, besides operand types.
 
     Attributes:
-        BIAS: What is added to integer scores to read them as fp32; 0 for FP8.
+        D, DV: Head dims.
+        CLASSES: 2 with high and low tiles, 1 with one class.
+        CAUSAL, WINDOW: Visibility rules in use.
+        TAIL: V may hold anything beyond a row's length.
+        PV8: P V in FP8, else in V's 16-bit dtype.
         LSE: The log-sum-exp is wanted.
-        MMA_SUMS: Tensor cores sum the rows of P.
+        SHIFT: log2 of the factor on P.
+        BIAS: What is added to integer scores to read them as fp32; 0 for FP8.
         S_LAYOUT, SUM_LAYOUT, O_LAYOUT, P_LAYOUT: Register layouts of the scores, the row sums by
             tensor core, the output, and P as operand.
+        EIGHTHS_LAYOUT: Shared memory of the constant that sums rows.
     """
 
-    BIAS: float
+    D: int
+    DV: int
+    CLASSES: int
+    CAUSAL: bool
+    WINDOW: bool
+    TAIL: bool
+    PV8: bool
     LSE: bool
-    MMA_SUMS: bool
+    SHIFT: float
+    BIAS: float
     S_LAYOUT: Any
     SUM_LAYOUT: Any
-    EIGHTHS_LAYOUT: Any
     O_LAYOUT: Any
     P_LAYOUT: Any
+    EIGHTHS_LAYOUT: Any
 
 
 @gluon.jit
@@ -100,23 +111,27 @@ def matrix(tile):
 
 @gluon.jit
 def value_tile(v_smem, stage, begin, limits, SPEC: gl.constexpr):
-    """(128 keys, DV) of V. With a window, keys that no query of the block sees become zeros:
-    their P is zero, but zero times NaN is not. Both warpgroups write the same bytes."""
+    """(128 keys, DV) of V. Keys before every query's window, and keys beyond the length, become
+    zeros: their P is zero, but zero times NaN is not. Both warpgroups write the same bytes."""
     window, kv_len, seen_lo, common_lo, common_hi = limits
     tile = matrix(v_smem.index(stage))
-    if SPEC.WINDOW:
-        if begin < seen_lo:
+    if SPEC.WINDOW or SPEC.TAIL:
+        hidden = begin < seen_lo
+        if SPEC.TAIL:
+            hidden = hidden | (begin + 128 > kv_len)
+        if hidden:
             LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
             KEYS: gl.constexpr = gl.SliceLayout(0 if SPEC.PV8 else 1, LAYOUT)
             x = tile.load(LAYOUT)
             j = gl.arange(0, 128, KEYS)
-            if SPEC.PV8:  # column j holds this key
+            if SPEC.PV8:  # column j holds this key; beyond the length there are zeros already
                 pos = (j & -16) + (j & 1) + 4 * (j & 2) + ((j & 12) >> 1)
                 seen = (begin + pos >= seen_lo)[None, :]
                 x = x.to(gl.int8, bitcast=True)
                 tile.store(gl.where(seen, x, x ^ x).to(gl.float8e4nv, bitcast=True))
             else:
-                tile.store(gl.where((begin + j >= seen_lo)[:, None], x, 0.0))
+                seen = (begin + j >= seen_lo) & (begin + j < kv_len)
+                tile.store(gl.where(seen[:, None], x, 0.0))
             fence_async_shared()
     if SPEC.PV8:
         return tile.permute((1, 0))
@@ -167,14 +182,11 @@ def start_scores(t, count, W: gl.constexpr, smem, bars, row_scales, ranges, SPEC
 @gluon.jit
 def start_sums(p, eighths, SPEC: gl.constexpr):
     """Issue P times eighths, (64, 8): sums of P without an FADD for each value."""
-    if SPEC.MMA_SUMS:
-        LAYOUT: gl.constexpr = SPEC.SUM_LAYOUT
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, SPEC.P_LAYOUT.k_width)
-        zero = gl.full([64, 8], 0.0, gl.float32, LAYOUT)
-        p = gl.convert_layout(p, OPERAND, assert_trivial=True)
-        return warpgroup_mma(p, eighths.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
-        return p
+    LAYOUT: gl.constexpr = SPEC.SUM_LAYOUT
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, SPEC.P_LAYOUT.k_width)
+    zero = gl.full([64, 8], 0.0, gl.float32, LAYOUT)
+    p = gl.convert_layout(p, OPERAND, assert_trivial=True)
+    return warpgroup_mma(p, eighths.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -213,7 +225,7 @@ def online_maximum(s, factor, row_max, SPEC: gl.constexpr):
 
 @gluon.jit
 def probabilities(s, factor, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
-    """P as the operand of P V, and the row sums where the tensor core does not make them."""
+    """P as the operand of P V, and with SPEC.LSE row sums of P before its rounding."""
     q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
     base = row_max - SPEC.SHIFT
     if SPEC.BIAS != 0.0:
@@ -221,7 +233,7 @@ def probabilities(s, factor, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
     if SPEC.BIAS != 0.0:  # integers plus the bias are floats, by one addition instead of a cast
         s = (s + 0x4B400000).to(gl.float32, bitcast=True)
     p = gl.exp2(s * factor[:, None] - base[:, None])
-    if SPEC.LSE or not SPEC.MMA_SUMS:
+    if SPEC.LSE:
         row_sum = add_sums(row_sum, decay, p)
     P_LAYOUT: gl.constexpr = SPEC.P_LAYOUT
     return as_operand(p, v_smem.dtype, P_LAYOUT), row_sum
@@ -246,17 +258,14 @@ def step(state, i, last, done, W: gl.constexpr, smem, bars, row_scales, row_pos,
                                                ranges, SPEC)
     pending_sum = start_sums(p, eighths, SPEC)
     pending_o = start_values(acc, p, last - i, count, smem, bars, limits, SPEC)
-    raw = warpgroup_mma_wait(1 + SPEC.MMA_SUMS, deps=[pending_s])
+    raw = warpgroup_mma_wait(2, deps=[pending_s])
     if not SPEC.WINDOW:
         factor = q_scale * k_scale
         new_max, new_decay = online_maximum(raw, factor, row_max, SPEC)
         # Over already, but no code moves across: ptxas would take the maxima after P V
         mbarrier.wait(v_full.index(count & (STAGES - 1)), (count >> LOG_STAGES) & 1)
-    if SPEC.MMA_SUMS:
-        part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
-        row_sum = add_sums(row_sum, decay, part_sum)
-    else:
-        part = warpgroup_mma_wait(0, deps=[pending_o])
+    part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
+    row_sum = add_sums(row_sum, decay, part_sum)
     mbarrier.arrive(k_empty.index((count + 1) & (STAGES - 1)), count=1)
     mbarrier.arrive(v_empty.index(count & (STAGES - 1)), count=1)
     acc = acc * acc_decay + part if SPEC.PV8 else part
