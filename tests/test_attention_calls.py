@@ -23,7 +23,7 @@ from dma_attn.testing import (
     quantised_oracle,
     random_qkv,
 )
-from tests.impls import DEVICE, IMPLS, each_impl, pick
+from tests.impls import DEVICE, FOLDED_GAP, IMPLS, each_impl, pick, takes_hopper
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DEFAULT = DMAConfig()
@@ -117,7 +117,8 @@ def test_varlen_equals_a_loop(config: DMAConfig, is_causal: bool, impl: str) -> 
         alone, _ = dma_attention(
             *one, is_causal=is_causal, config=config, return_lse=True, impl=impl
         )
-        assert_rel_l2(piece, alone, 1e-2 if config.smooth_k else 1e-3)
+        bound = 1e-2 if config.smooth_k else 1e-3
+        assert_rel_l2(piece, alone, FOLDED_GAP if takes_hopper(*one[1:], config, impl) else bound)
 
 
 @each_impl
@@ -198,4 +199,5 @@ def test_batch_neighbours_do_not_change_a_row(pv: str, impl: str) -> None:
 def test_implementations_agree() -> None:
     q, k, v = random_qkv(1, (4, 2), (300, 450), 64, device=DEVICE)
     outs = [dma_attention(q, k, v, is_causal=True, return_lse=True, impl=impl)[0] for impl in IMPLS]
-    assert_rel_l2(outs[0], outs[1], 1e-2)
+    folded = takes_hopper(k, v, DMAConfig(), "triton")
+    assert_rel_l2(outs[0], outs[1], FOLDED_GAP if folded else 1e-2)

@@ -18,7 +18,7 @@ from dma_attn.testing import (
     probe_query,
     random_qkv,
 )
-from tests.impls import DEVICE, IMPLS, check_against_oracle, each_impl, pick
+from tests.impls import DEVICE, IMPLS, assert_same, check_against_oracle, each_impl, pick
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 SIXTEEN_BITS = pytest.mark.parametrize("dtype", pick([FP16, BF16], [FP16], [BF16]), ids=str)
@@ -281,5 +281,6 @@ def test_case_037_expanded_heads(pv: str, s_q: int, impl: str) -> None:
     config = DMAConfig(pv=pv)
     arguments = {"is_causal": True, "config": config, "return_lse": True, "impl": impl}
     one = dma_attention(q, *views, **arguments)
-    two = dma_attention(q, *(x.contiguous() for x in views), **arguments)
-    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+    packed = [x.contiguous() for x in views]
+    two = dma_attention(q, *packed, **arguments)
+    assert_same(one, two, (q, *views), (q, *packed), config, impl)
