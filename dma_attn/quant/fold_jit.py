@@ -207,10 +207,10 @@ def fold(elements, scale, largest, bad, BY_ROW: tl.constexpr, T: tl.constexpr, D
     exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > mantissa_of_max("mxfp8")).to(tl.int32)
     exponent = tl.where(amax == 0, 127, tl.minimum(tl.maximum(exponent, 27), 227))
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    codes = e4m3_code(elements * (scale * inverse[:, None])[:, :, None]).reshape(T, D)
     power = (exponent << 23).to(tl.float32, bitcast=True)
     if BY_ROW:
         power = tl.where(bad, float("nan"), power)
     else:
-        codes = tl.where(bad[:, None], constant("E4M3_NAN"), codes).to(tl.uint8)
+        inverse = tl.where(bad, float("nan"), inverse)
+    codes = e4m3_code(elements * (scale * inverse[:, None])[:, :, None]).reshape(T, D)
     return codes, power

@@ -26,8 +26,8 @@ from .fold_jit import INTERPRETED, e4m3_code, fold, in_format, int8_codes, recip
 from .jit import abs_bits, constant, item, rotation_norm, scale_kind, sequence
 from .kernels import Strided, common, program_ids
 
-STATISTICS_ROWS = 128
-QUERY_TILES = 4  # tiles of Q to a program, which fetches the Hadamard matrix once
+STATISTICS_ROWS = 256
+QUERY_TILES = 8  # tiles of Q to a program, which fetches the Hadamard matrix once
 
 
 class FoldedKV(NamedTuple):
@@ -210,7 +210,7 @@ def _statistics_kernel(k, v, length_ptr, hadamard_ptr, partial_ptr, count_ptr, m
             x = _load_tile(k, b, h, rows, mask_t, D).to(tl.float32)
             finite = mask_t[:, None] & (abs_bits(x) < 0x7F800000)
             total += tl.where(finite, x, 0.0)
-            count += finite.to(tl.float32)
+            count += tl.where(finite, 1.0, 0.0)
         if v_scale_ptr is not None:
             raw = abs_bits(_load_tile(v, b, h, rows, mask_t, DV).to(tl.float32))
             amax = tl.maximum(amax, tl.where(raw < 0x7F800000, raw, 0))
@@ -378,7 +378,7 @@ def fold_q(
         D=head_dim,
         HIGH=_class_spec(high, config.scale_rule),
         LOW=_class_spec(low, config.scale_rule),
-        num_warps=8 * classes * rows // TILE,
+        num_warps=rows // 16,
     )
     return codes, scales, shift
 
