@@ -203,7 +203,7 @@ def _statistics_kernel(k, v, length_ptr, hadamard_ptr, partial_ptr, count_ptr, m
     count = tl.zeros([T, D], tl.float32)
     amax = tl.zeros([T, DV], tl.int32)
     begin = i_block.to(tl.int64) * ROWS
-    for i in tl.static_range(0, ROWS, T):
+    for i in tl.range(0, ROWS, T, loop_unroll_factor=4):
         rows = begin + i + tl.arange(0, T)
         mask_t = rows < length
         if mean_ptr is not None:
@@ -295,7 +295,7 @@ def fold_kv(
             heads,
             size,
             ROWS=STATISTICS_ROWS,
-            T=64,
+            T=16,
             D=head_dim,
             DV=value_dim,
             num_warps=8,
