@@ -63,11 +63,11 @@ common_keys = gluon.jit(schedule.common_keys)
 def _block(turn, shape, inputs, masks, SPEC: gl.constexpr):
     """This program's block of a round: where it lies, what its rows see, which tiles and classes.
 
-    Rounds go over the programs forth and back, so that each gets long and short blocks alike. Heads
-    that share K and V come side by side. A block without queries has n = 0 tiles; one whose queries
-    see no key has one tile, whose result is dropped.
+    Rounds go over the programs forth and back, so that each gets long and short blocks alike. A
+    block without queries has n = 0 tiles; one whose queries see no key has one tile, whose result
+    is dropped. Units number the blocks of one head of K and V at the same queries.
     """
-    n_blocks, q_planes, H_Q, GROUP, S_Q, S_KV = shape
+    n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
     window, diag, sink = masks
     length_ptr, v_scale_ptr = inputs
     programs = gl.num_programs(0)
@@ -75,10 +75,11 @@ def _block(turn, shape, inputs, masks, SPEC: gl.constexpr):
     if turn % 2 == 1:
         place = programs - 1 - place
     index = turn * programs + place
-    q_plane = index % q_planes
-    block = n_blocks - 1 - index // q_planes
-    b = q_plane // H_Q
-    h = q_plane % H_Q
+    units = _units(GROUP, SPEC)
+    block = n_blocks - 1 - index // (k_planes * units)
+    k_plane = (index // units) % k_planes
+    b = k_plane // (H_Q // GROUP)
+    h = k_plane % (H_Q // GROUP)
     kv_len = S_KV
     if length_ptr is not None:
         kv_len = gl.minimum(gl.maximum(gl.load(length_ptr + b), 0), S_KV)
@@ -98,39 +99,59 @@ def _block(turn, shape, inputs, masks, SPEC: gl.constexpr):
     rows = (pos_0, q_lo, q_hi, offset)
     limits = (window, kv_len, seen_lo, common_lo, common_hi)
     ranges = ((sink_end + 127) >> 7, (diag_lo + 127) >> 7, (diag_hi + 127) >> 7)
-    planes = (q_plane, b * (H_Q // GROUP) + h // GROUP, b, h)
-    return n, first, block, planes, rows, limits, ranges
+    return n, first, block, (k_plane, b, h, index % units), rows, limits, ranges
 
 
 @gluon.jit
-def _producer(descs, smem, bars, k_scale_ptr, rounds, shape, inputs, masks, n_tiles,
-              SPEC: gl.constexpr):
+def _units(GROUP, SPEC: gl.constexpr):
+    """Blocks that one head of K and V needs for 128 queries of its group."""
+    return (2 * GROUP + SPEC.WARPGROUPS - 1) // SPEC.WARPGROUPS
+
+
+@gluon.jit
+def _half(W: gl.constexpr, unit, GROUP, SPEC: gl.constexpr):
+    """The head of the group and the half of the 128 queries that warpgroup W takes, and whether it
+    has one of its own: the last unit of a group may have fewer than there are warpgroups."""
+    if SPEC.WARPGROUPS == 2:
+        return unit, W, unit >= 0
+    else:
+        half = unit * SPEC.WARPGROUPS + W
+        last = gl.minimum(half, 2 * GROUP - 1)
+        return last >> 1, last & 1, half == last
+
+
+@gluon.jit
+def _producer(args, SPEC: gl.constexpr):
     """Fetch each block's Q, then K, its tile scale and V, tile by tile."""
+    descs, smem, bars, k_scale_ptr, rounds, shape, inputs, masks, n_tiles = args
     CLASSES: gl.constexpr = SPEC.CLASSES
+    WARPGROUPS: gl.constexpr = SPEC.WARPGROUPS
     q_desc, k_desc, v_desc = descs
     q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    n_blocks, q_planes, H_Q, GROUP, S_Q, S_KV = shape
+    n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     spread = gl.arange(0, 64, LANES) * 0
     done = 0
     blocks = 0
     for round in range(rounds):
         n, first, block, planes, rows, limits, ranges = _block(round, shape, inputs, masks, SPEC)
-        q_plane, k_plane, b, h = planes
+        k_plane, b, h, unit = planes
         if n > 0:
             mbarrier.wait(q_empty, (blocks & 1) ^ 1)
-            mbarrier.expect(q_full, q_desc.block_type.nbytes * 2 * CLASSES)
-            for half in gl.static_range(2 * CLASSES):
-                at = [(half // 2) * q_planes + q_plane, block * 128 + 64 * (half % 2), 0]
-                tma.async_copy_global_to_shared(q_desc, at, q_full, q_smem.index(half))
+            mbarrier.expect(q_full, q_desc.block_type.nbytes * WARPGROUPS * CLASSES)
+            for j in gl.static_range(WARPGROUPS * CLASSES):
+                head, half, own = _half(j % WARPGROUPS, unit, GROUP, SPEC)
+                plane = ((j // WARPGROUPS) * k_planes + k_plane) * GROUP + head
+                tma.async_copy_global_to_shared(q_desc, [plane, block * 128 + 64 * half, 0], q_full,
+                                                q_smem.index(j))
             blocks += 1
         for i in range(n):
             count = done + i
             stage = count & (STAGES - 1)
             phase = ((count >> LOG_STAGES) & 1) ^ 1
             t = first + n - 1 - i
-            plane = tile_class(t, ranges, CLASSES) * (q_planes // GROUP) + k_plane
+            plane = tile_class(t, ranges, CLASSES) * k_planes + k_plane
             k_scale = gl.load(k_scale_ptr + plane * n_tiles + t + spread)
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
@@ -144,15 +165,15 @@ def _producer(descs, smem, bars, k_scale_ptr, rounds, shape, inputs, masks, n_ti
                 tma.async_copy_global_to_shared(v_desc, [k_plane, 0, t * 128], v_full.index(stage),
                                                 v_smem.index(stage))
             else:
-                tma.async_copy_global_to_shared(v_desc, [b, h // GROUP, t * 128, 0],
-                                                v_full.index(stage), v_smem.index(stage))
+                tma.async_copy_global_to_shared(v_desc, [b, h, t * 128, 0], v_full.index(stage),
+                                                v_smem.index(stage))
         done += n
 
 
 @gluon.jit
-def _consumer(W: gl.constexpr, smem, bars, rounds, shape, inputs, masks, scale, q_scale_ptr,
-              outputs, SPEC: gl.constexpr):
+def _consumer(W: gl.constexpr, args, SPEC: gl.constexpr):
     """Warpgroup W: attention of 64 queries of each block."""
+    smem, bars, rounds, shape, inputs, masks, scale, q_scale_ptr, outputs = args
     done = 0
     blocks = 0
     for round in range(rounds):
@@ -177,15 +198,17 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     O_COL: gl.constexpr = gl.SliceLayout(0, O_LAYOUT)
     q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    n_blocks, q_planes, H_Q, GROUP, S_Q, S_KV = shape
-    q_plane, k_plane, b, h = planes
+    n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
+    k_plane, b, h, unit = planes
     pos_0, q_lo, q_hi, offset = rows
     window, kv_len, seen_lo, common_lo, common_hi = limits
     out, out_desc, lse_ptr, shift_ptr = outputs
     length_ptr, v_scale_ptr = inputs
-    row_pos = pos_0 + W * 64 + gl.arange(0, 64, ROW)
-    at = (q_plane.to(gl.int64) * n_blocks + block) * 128 + W * 64 + gl.arange(0, 64, ROW)
-    low_at = at + (SPEC.CLASSES - 1) * (q_planes.to(gl.int64) * n_blocks * 128)
+    head, half, own = _half(W, unit, GROUP, SPEC)
+    q_plane = k_plane * GROUP + head
+    row_pos = pos_0 + half * 64 + gl.arange(0, 64, ROW)
+    at = (q_plane.to(gl.int64) * n_blocks + block) * 128 + half * 64 + gl.arange(0, 64, ROW)
+    low_at = at + (SPEC.CLASSES - 1) * ((k_planes * GROUP).to(gl.int64) * n_blocks * 128)
     row_scales = (gl.load(q_scale_ptr + at) * scale, gl.load(q_scale_ptr + low_at) * scale)
     # The last tile holds the diagonal or the end of the keys; from there to the first
     mbarrier.wait(q_full, blocks & 1)
@@ -229,25 +252,25 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     if blind:
         acc = gl.where(_sees(gl.convert_layout(row_pos, O_ROW), kv_len, SPEC)[:, None], acc, 0.0)
     tile = acc.to(out.ptr.dtype.element_ty)
-    begin = pos_0 + W * 64 - offset
-    by_rows = begin < 0
+    begin = pos_0 + half * 64 - offset
+    by_rows = own
     if out_desc is not None:
-        if begin >= 0:  # TMA drops rows beyond the end of the tensor, and fails on rows before it
+        by_rows = own & (begin < 0)
+        if own & (begin >= 0):  # TMA drops rows beyond the tensor, and faults on rows before it
             matrix(out_smem.index(W)).store(tile)
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [b, h, begin, 0], out_smem.index(W))
-    else:
-        by_rows = begin == begin
+            tma.async_copy_shared_to_global(out_desc, [b, h * GROUP + head, begin, 0],
+                                            out_smem.index(W))
     if by_rows:
         pos = gl.convert_layout(row_pos, O_ROW)
-        to = b.to(gl.int64) * out.strides[0] + h.to(gl.int64) * out.strides[1]
+        to = b.to(gl.int64) * out.strides[0] + (h * GROUP + head).to(gl.int64) * out.strides[1]
         to += (pos - offset).to(gl.int64)[:, None] * out.strides[2]
         to += offs_d.to(gl.int64)[None, :] * out.strides[3]
         stored = ((pos >= q_lo) & (pos < q_hi))[:, None] & (offs_d < DV)[None, :]
         gl.store(out.ptr + to, tile, mask=stored)
     if lse_ptr is not None:
         row = q_plane.to(gl.int64) * S_Q + row_pos - offset
-        stored = (row_pos >= q_lo) & (row_pos < q_hi)
+        stored = own & (row_pos >= q_lo) & (row_pos < q_hi)
         total = gl.convert_layout(gl.sum(lse_sum, 1), ROW)
         lse = (row_max + gl.log2(total) - SPEC.SHIFT) * LN_2
         if shift_ptr is not None:
@@ -265,14 +288,15 @@ def _sees(pos, kv_len, SPEC: gl.constexpr):
     return sees
 
 
-@gluon.jit(do_not_specialize=["rounds", "n_blocks", "q_planes", "H_Q", "GROUP", "S_Q", "S_KV",
+@gluon.jit(do_not_specialize=["rounds", "n_blocks", "k_planes", "H_Q", "GROUP", "S_Q", "S_KV",
                               "n_tiles", "window", "diag", "sink"])
 def hopper_kernel(q_desc, k_desc, v_desc, out_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr,
-                   shift_ptr, out, lse_ptr, length_ptr, rounds, n_blocks, q_planes, H_Q, GROUP,
+                   shift_ptr, out, lse_ptr, length_ptr, rounds, n_blocks, k_planes, H_Q, GROUP,
                    S_Q, S_KV, n_tiles, scale, window, diag, sink, SPEC: gl.constexpr):
     # Shared memory and barriers
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * SPEC.CLASSES] + q_desc.block_type.shape,
-                                       q_desc.layout)
+    WARPGROUPS: gl.constexpr = SPEC.WARPGROUPS
+    q_smem = gl.allocate_shared_memory(
+        q_desc.dtype, [WARPGROUPS * SPEC.CLASSES] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape,
                                        k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape,
@@ -289,8 +313,8 @@ def hopper_kernel(q_desc, k_desc, v_desc, out_desc, q_scale_ptr, k_scale_ptr, v_
         eighths.store(gl.full([8, 128], 0.125, v_desc.dtype, WIDE))
     out_smem = k_smem
     if out_desc is not None:
-        out_smem = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape,
-                                             out_desc.layout)
+        out_smem = gl.allocate_shared_memory(
+            out_desc.dtype, [WARPGROUPS] + out_desc.block_type.shape, out_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -299,25 +323,33 @@ def hopper_kernel(q_desc, k_desc, v_desc, out_desc, q_scale_ptr, k_scale_ptr, v_
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)  # the consumers
+    mbarrier.init(q_empty, count=WARPGROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=2)  # TMA, and the scale's store
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=WARPGROUPS)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=WARPGROUPS)
     fence_async_shared()
     # Roles
     smem = (q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    shape = (n_blocks, q_planes, H_Q, GROUP, S_Q, S_KV)
+    shape = (n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV)
     masks = (window, diag, sink)
     outputs = (out, out_desc, lse_ptr, shift_ptr)
     inputs = (length_ptr, v_scale_ptr)
-    gl.warp_specialize([
-        (_consumer, (gl.constexpr(0), smem, bars, rounds, shape, inputs, masks, scale, q_scale_ptr,
-                     outputs, SPEC)),
-        (_consumer, (gl.constexpr(1), smem, bars, rounds, shape, inputs, masks, scale, q_scale_ptr,
-                     outputs, SPEC)),
-        (_producer, ((q_desc, k_desc, v_desc), smem, bars, k_scale_ptr, rounds, shape, inputs,
-                     masks, n_tiles, SPEC)),
-    ], [4, 1], [240, 24])
+    args = (smem, bars, rounds, shape, inputs, masks, scale, q_scale_ptr, outputs)
+    fetched = ((q_desc, k_desc, v_desc), smem, bars, k_scale_ptr, rounds, shape, inputs, masks,
+               n_tiles)
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), args, SPEC)),
+            (_consumer, (gl.constexpr(1), args, SPEC)),
+            (_producer, (fetched, SPEC)),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), args, SPEC)),
+            (_consumer, (gl.constexpr(1), args, SPEC)),
+            (_consumer, (gl.constexpr(2), args, SPEC)),
+            (_producer, (fetched, SPEC)),
+        ], [4, 4, 1], [160, 160, 24])

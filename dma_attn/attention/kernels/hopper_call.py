@@ -46,7 +46,9 @@ def run(
     code_type = torch.int8 if kv.config.canonical().low == "int8" else torch.float8_e4m3fn
     window, diag, sink = widths(kv.config, call, n_q, n_kv)
     blocks = codes.shape[3] // TILE
-    work = blocks * batch * heads
+    group = heads // kv_heads
+    warpgroups = 3 if head_dim == value_dim == 64 and group > 2 else 2
+    work = blocks * batch * kv_heads * -(-2 * group // warpgroups)
     programs = min(work, processor_count(out.device))
     if fp8:
         v = kv.v.view(torch.float8_e4m3fn)
@@ -68,9 +70,9 @@ def run(
         length_ptr=kv.rows.length,
         rounds=-(-work // programs),
         n_blocks=blocks,
-        q_planes=batch * heads,
+        k_planes=batch * kv_heads,
         H_Q=heads,
-        GROUP=heads // kv_heads,
+        GROUP=group,
         S_Q=n_q,
         S_KV=n_kv,
         n_tiles=k_codes.shape[3] // TILE,
@@ -82,6 +84,7 @@ def run(
             head_dim,
             value_dim,
             classes=codes.shape[0],
+            warpgroups=warpgroups,
             causal=call.causal,
             window=call.window > 0,
             tail=kv.rows.length is not None and not fp8,
@@ -98,6 +101,7 @@ def _spec(
     head_dim: int,
     value_dim: int,
     classes: int,
+    warpgroups: int,
     causal: bool,
     window: bool,
     tail: bool,
@@ -113,6 +117,7 @@ def _spec(
         D=head_dim,
         DV=value_dim,
         CLASSES=classes,
+        WARPGROUPS=warpgroups,
         CAUSAL=causal,
         WINDOW=window,
         TAIL=tail,

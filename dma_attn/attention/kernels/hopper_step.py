@@ -32,6 +32,7 @@ class Spec:
     Attributes:
         D, DV: Head dims.
         CLASSES: 2 with high and low tiles, 1 with one class.
+        WARPGROUPS: Consumers, 2 or 3.
         CAUSAL, WINDOW: Visibility rules in use.
         TAIL: V may hold anything beyond a row's length.
         PV8: P V in FP8, else in V's 16-bit dtype.
@@ -46,6 +47,7 @@ class Spec:
     D: int
     DV: int
     CLASSES: int
+    WARPGROUPS: int
     CAUSAL: bool
     WINDOW: bool
     TAIL: bool
@@ -173,7 +175,7 @@ def start_scores(t, count, W: gl.constexpr, smem, bars, row_scales, ranges, SPEC
     S_LAYOUT: gl.constexpr = SPEC.S_LAYOUT
     zero = gl.full([64, 128], 0, gl.int32 if q_smem.dtype == gl.int8 else gl.float32, S_LAYOUT)
     mbarrier.wait(k_full.index(stage), (count >> LOG_STAGES) & 1)
-    pending = warpgroup_mma(matrix(q_smem.index(2 * c + W)),
+    pending = warpgroup_mma(matrix(q_smem.index(SPEC.WARPGROUPS * c + W)),
                             matrix(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False,
                             is_async=True)
     return pending, factor, k_scale_smem.index(stage).load(ROW)
