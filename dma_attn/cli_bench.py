@@ -1,7 +1,8 @@
-"""`dma-attn bench`: timings against peers, as tables, CSV files and Markdown."""
+"""`dma-attn bench`: timings and errors against peers: tables, CSV files, Markdown and figures."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +14,18 @@ if TYPE_CHECKING:
 app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Time this library against its peers on a CUDA device.",
+    help="Time this library against its peers on a CUDA device, and compare their errors.",
 )
 
 RoundsOption = Annotated[int, typer.Option(min=5, help="Interleaved rounds; the median counts.")]
 SecondsOption = Annotated[
     float, typer.Option(min=0.001, help="Time that a candidate runs in each round.")
+]
+ConfigOption = Annotated[
+    list[str] | None, typer.Option("--config", help="A configuration (repeatable).")
+]
+PeerOption = Annotated[
+    list[str] | None, typer.Option("--peer", help="A peer (repeatable), or 'none'.")
 ]
 OutOption = Annotated[Path, typer.Option(help="Folder for the CSV files.")]
 RESULTS = Path("benchmarks/results/gpu")
@@ -41,18 +48,14 @@ def prefill(
     causal: Annotated[
         bool | None, typer.Option("--causal/--full", help="One mask only, instead of both.")
     ] = None,
-    config: Annotated[
-        list[str] | None, typer.Option("--config", help="A configuration (repeatable).")
-    ] = None,
-    peer: Annotated[
-        list[str] | None, typer.Option("--peer", help="A peer (repeatable), or 'none'.")
-    ] = None,
+    config: ConfigOption = None,
+    peer: PeerOption = None,
     rounds: RoundsOption = 5,
     seconds: SecondsOption = 0.1,
     out: OutOption = RESULTS,
 ) -> None:
     """Attention of 32 query and 8 KV heads: batch 1 causal, batch 2 full. Exit code 1 when a
-    speed that the project aims at is missed, or could not be checked.
+    speed or error that the project aims at is missed, or could not be checked.
 
     Example: dma-attn bench prefill --length 8192 --head-dim 128 --causal
     """
@@ -65,19 +68,10 @@ def prefill(
         prefill_cells,
         write_csv,
     )
-    from .config import DMAConfig
 
     facts = _facts()
-    for text in config or []:
-        try:
-            DMAConfig.parse(text)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise typer.BadParameter(str(error), param_hint="--config") from error
-    peers = [] if peer == ["none"] else list(peer or PEERS)
-    if unknown := [name for name in peers if name not in PEERS]:
-        raise typer.BadParameter(
-            f"expected one of {list(PEERS)} or none, got {unknown[0]!r}", param_hint="--peer"
-        )
+    configs = _configs(config or CONFIGS)
+    peers = _peers(peer or list(PEERS))
     workloads = [
         Workload(1 if mask else 2, 32, 8, n, d, mask)
         for d in head_dim or [128, 64]
@@ -87,13 +81,13 @@ def prefill(
     rows: list[Row] = []
     for workload in workloads:
         typer.echo(str(workload), err=True)
-        rows += measure(workload, config or CONFIGS, peers, rounds, seconds,
+        rows += measure(workload, configs, peers, rounds, seconds,
                         notify=lambda text: typer.echo(text, err=True))
         write_csv(out / "prefill.csv", facts, PREFILL_COLUMNS, prefill_cells(rows))
     verdicts = judge(rows)
     write_csv(out / "prefill_claims.csv", facts, CLAIM_COLUMNS, claim_cells(verdicts))
     _table("Prefill", PREFILL_COLUMNS, prefill_cells(rows))
-    _table("Aims: times as fast as the fastest of the others", CLAIM_COLUMNS,
+    _table("Aims: times as fast, or as exact, as the best of the others", CLAIM_COLUMNS,
            claim_cells(verdicts))
     if not all(verdict.holds for verdict in verdicts):
         raise typer.Exit(1)
@@ -126,17 +120,150 @@ def quant(
 
 
 @app.command()
-def table(files: Annotated[list[Path], typer.Argument(help="CSV files of earlier runs.")]) -> None:
+def error(
+    file: Annotated[Path, typer.Argument(help="A capture of benchmarks/capture_qkv.py.")],
+    config: ConfigOption = None,
+    peer: PeerOption = None,
+    out: OutOption = RESULTS,
+) -> None:
+    """Error against exact attention on captured queries, keys and values of a model. Exit code 1
+    when hopper has more than half the error of FlashAttention-3 with FP8, or one is missing; not
+    judged with --peer none or without hopper among the configurations.
+
+    Example: dma-attn bench error qkv.safetensors --config hopper --config default
+    """
+    from .bench.error import (
+        COMPARED,
+        CONFIGS,
+        MUST,
+        error_ratio,
+        load_capture,
+        measure_errors,
+    )
+    from .bench.prefill import FA3_FP8
+    from .bench.results import ERROR_COLUMNS, error_cells, write_csv
+
+    facts = _facts()
+    configs = _configs(config or CONFIGS)
+    peers = _peers(peer or COMPARED)
+    _check_files([file], "FILE")
+    try:
+        layers = load_capture(file)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem), param_hint="FILE") from problem
+    rows = measure_errors(layers, configs, peers, notify=lambda text: typer.echo(text, err=True))
+    cells = error_cells(rows)
+    write_csv(out / "error.csv", {**facts, "capture": file.name}, ERROR_COLUMNS, cells)
+    _table(f"Rel-L2 error on {file.name}", ERROR_COLUMNS, cells)
+    if peers and "hopper" in configs:
+        ratio = error_ratio(rows)
+        reached = "not measured" if ratio is None else f"{ratio:.3f}"
+        typer.echo(f"hopper's error relative to {FA3_FP8[0]}: {reached}, aim at most {MUST}")
+        if ratio is None or not ratio <= MUST:
+            raise typer.Exit(1)
+
+
+@app.command("compile")
+def first_call(
+    head_dim: Annotated[
+        list[int] | None, typer.Option(min=8, help="Head dim (repeatable).")
+    ] = None,
+    config: ConfigOption = None,
+    out: OutOption = RESULTS,
+) -> None:
+    """Seconds of a first call with an empty Triton cache, and how many kernels are compiled for
+    all lengths, masks and with the LSE. Exit code 1 beyond 60 seconds or 12 kernels.
+
+    Example: dma-attn bench compile --head-dim 128 --config default
+    """
+    from .bench.compile import CONFIGS, measure_compile
+    from .bench.results import COMPILE_COLUMNS, compile_cells, write_csv
+
+    facts = _facts()
+    rows = []
+    for row in measure_compile(head_dim or [128, 64], _configs(config or CONFIGS)):
+        rows.append(row)
+        typer.echo(f"{row.config}, head dim {row.head_dim}: {row.seconds:.1f} s", err=True)
+    write_csv(out / "compile.csv", facts, COMPILE_COLUMNS, compile_cells(rows))
+    _table("First calls", COMPILE_COLUMNS, compile_cells(rows))
+    if not all(row.holds for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def table(
+    files: Annotated[list[Path], typer.Argument(help="CSV files of earlier runs.")],
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write instead.")] = None,
+) -> None:
     """Print CSV files as Markdown, for docs/results.md.
 
-    Example: dma-attn bench table benchmarks/results/h200/prefill.csv
+    Example: dma-attn bench table benchmarks/results/h200/prefill.csv --out docs/results.md
     """
     from .bench.results import markdown
 
+    _check_files(files, "FILES")
+    sections = [markdown(path) for path in files]
+    if out is None:
+        for section in sections:
+            typer.echo(section)
+        return
+    command = shlex.join(["dma-attn", "bench", "table", *map(str, files), "--out", str(out)])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("\n".join(["# Results\n", f"Made by `{command}`.\n", *sections]), "utf-8")
+
+
+@app.command()
+def figures(
+    files: Annotated[list[Path], typer.Argument(help="CSV files of `dma-attn bench prefill`.")],
+    out: Annotated[Path, typer.Option(help="Folder for the SVG files.")] = RESULTS,
+) -> None:
+    """Draw prefill results: TFLOP/s over length for each head dim and mask, and against the
+    limits of an H200. Of a workload that stands in several files the last counts.
+
+    Example: dma-attn bench figures benchmarks/results/h200/prefill.csv --out docs/figures
+    """
+    from .report.bench_figures import draw, read_rates
+
+    _check_files(files, "FILES")
+    try:
+        rates = read_rates(files)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem), param_hint="FILES") from problem
+    out.mkdir(parents=True, exist_ok=True)
+    for name, image in draw(rates).items():
+        (out / name).write_bytes(image)
+        typer.echo(out / name)
+
+
+def _configs(texts: Sequence[str]) -> Sequence[str]:
+    """The same, once each is known to be a configuration."""
+    from .config import DMAConfig
+
+    for text in texts:
+        try:
+            DMAConfig.parse(text)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise typer.BadParameter(str(error), param_hint="--config") from error
+    return texts
+
+
+def _peers(names: Sequence[str]) -> Sequence[str]:
+    """The same, once each is known to be a peer; none for "none"."""
+    from .bench.peers import PEERS
+
+    if list(names) == ["none"]:
+        return []
+    if unknown := [name for name in names if name not in PEERS]:
+        raise typer.BadParameter(
+            f"expected one of {list(PEERS)} or none, got {unknown[0]!r}", param_hint="--peer"
+        )
+    return names
+
+
+def _check_files(files: Sequence[Path], hint: str) -> None:
     for path in files:
         if not path.is_file():
-            raise typer.BadParameter(f"expected a file, got {path}", param_hint="FILES")
-        typer.echo(markdown(path))
+            raise typer.BadParameter(f"expected a file, got {path}", param_hint=hint)
 
 
 def _facts() -> dict[str, str]:

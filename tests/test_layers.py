@@ -38,7 +38,8 @@ BELOW_KERNELS = {
     KERNELS,
     f"{KERNELS}.tiles",
     f"{KERNELS}.tuning",
-    f"{KERNELS}.hopper_call",
+    f"{KERNELS}.hopper",
+    f"{KERNELS}.hopper_blocks",
     f"{KERNELS}.hopper_step",
 }
 LAZY = ("triton", "transformers", "typer", "rich", "matplotlib", "jinja2")

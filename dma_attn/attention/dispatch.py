@@ -1,8 +1,10 @@
 """Which Triton kernel a call takes, by explicit rules: what the Hopper kernel covers.
 
 - Compute capability 9.0; float16 and bfloat16; D and Dv of 64 or 128.
-- Classes of mxfp8, mxfp8_e5m2, mxfp4 and nvfp4, alone or in pairs, or int8 with tile scales. Not
-  `none`, `int4`, `fp4`, int8 with token scales, scale_rule "paper" or granularity "tensor".
+- Classes of mxfp8, mxfp8_e5m2, mxfp4 and nvfp4, alone or in pairs, or below 16-bit high tiles
+  (`high="none"`, where K's strides are multiples of 16 bytes); or int8 with tile scales. Not
+  `low="none"`, `int4`, `fp4`, int8 with token scales or in a pair, scale_rule "paper" or
+  granularity "tensor".
 - Full and causal attention, windows, grouped queries, any lengths, `kv_len`, LSE, any strides of Q,
   K and the output. Not padding or attention masks, top-left causal, packed sequences.
 - `pv="fp8"` with any V; `pv="fp16"` where V's strides are multiples of 16 bytes.
@@ -63,8 +65,11 @@ def hopper_gap(
         return f"head dims {k.shape[3]} and {v.shape[3]}; 64 and 128 are covered"
     if k.numel() == 0:
         return "no keys"
-    if gap := _config_gap(config.canonical()):
+    canonical = config.canonical()
+    if gap := _config_gap(canonical):
         return gap
+    if canonical.high == "none" and (canonical.diag or canonical.sink) and not fits_tma(k):
+        return f"K's strides {k.stride()}; 16-bit tiles need multiples of 16 bytes"
     if masked or rows.valid is not None:
         return "a mask"
     if rows.cu is not None:
@@ -80,6 +85,8 @@ def _config_gap(canonical: DMAConfig) -> str:
     names = {canonical.low}
     if canonical.diag or canonical.sink:
         names.add(canonical.high)
+    if canonical.low in FOLDED:
+        names.discard("none")
     if names == {"int8"}:
         return "" if canonical.granularity == "tile" else 'int8 without granularity="tile"'
     if uncovered := sorted(names - set(FOLDED)):

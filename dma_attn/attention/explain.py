@@ -84,10 +84,12 @@ def explain(
         canonical.low_format,
     )
     if hopper:
+        copies = [f.name for f in classes if f.quantised]
         lines.append(
-            f"copies of Q and K: {' and '.join(f.name for f in classes)}, each folded into "
-            f"{head_dim} bytes a token and head, and 4 a query or 128 keys"
+            f"copies of Q and K: {' and '.join(copies)}, each folded into {head_dim} bytes a token "
+            "and head, and 4 a query or 128 keys"
         )
+        lines += [f"beside them: {_describe(f, head_dim)}" for f in classes if not f.quantised]
     else:
         lines += [f"copies of Q and K: {_describe(f, head_dim)}" for f in dict.fromkeys(classes)]
     transforms = [n for n, on in (("K smoothing", config.smooth_k), ("rotation", config.rotate))

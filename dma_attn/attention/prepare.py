@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..config import DMAConfig
+from ..device import fits_tma
 from ..formats import E4M3_MAX, E4M3_NAN, LOG2_E, BlockFormat
 from ..quant.reference import abs_bits, divide, quantize_reference
 from ..quant.rows import Rows
@@ -51,7 +54,6 @@ def prepare(
             v, v_scale = launch_v_fp8(v, rows)
         else:
             v, v_scale = v_fp8_reference(v, rows.in_use())
-    raw = canonical.low == "none" or (canonical.high == "none" and has_high(canonical))
     return PreparedKV(
         config=config,
         shape=(*k.shape, v.shape[-1]),
@@ -61,7 +63,7 @@ def prepare(
         mean=mean,
         high=high_copy,
         low=low_copy,
-        k=k if raw else None,
+        k=k if _has_raw(config) else None,
         v=v,
         v_scale=v_scale,
         tensor_layout=tensor_layout,
@@ -84,7 +86,7 @@ def prepare_folded(
         mean=folded.mean,
         high=None,
         low=None,
-        k=None,
+        k=k if _has_raw(config) else None,
         v=v if folded.v is None else folded.v,
         v_scale=folded.v_scale,
         folded=(folded.codes, folded.scales),
@@ -92,15 +94,36 @@ def prepare_folded(
     )
 
 
+class FoldedQueries(NamedTuple):
+    """Q as the Hopper kernel reads it.
+
+    Attributes:
+        codes: uint8 (classes, B, H_q, blocks * 128, D), E4M3 or int8, at absolute positions.
+        scales: float32 (classes, B, H_q, blocks * 128).
+        shift: float32 (B, H_q, S_q), scale * q . mean_k, where the LSE or 16-bit tiles need it.
+        raw: Q itself (B, H_q, S_q, D) for 16-bit tiles, negated with a negative scale, or None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    shift: torch.Tensor | None
+    raw: torch.Tensor | None
+
+
 def folded_queries(
     q: torch.Tensor, kv: PreparedKV, scale: float, want_shift: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Q for the Hopper kernel: codes, scales, and scale * q . mean_k for the LSE."""
+) -> FoldedQueries:
+    """Q for the Hopper kernel; TMA must be able to read 16-bit Q, or it is copied."""
     from ..quant.folded import fold_q
 
+    raw = None
+    if kv.k is not None:
+        raw = q if scale >= 0 else -q
+        raw = raw if fits_tma(raw) else raw.contiguous()
     spans = class_spans(kv.config, query=True)
-    mean = kv.mean if want_shift else None
-    return fold_q(q, *spans, kv.rows.length, kv.shape[2], kv.config, scale, mean)
+    mean = kv.mean if want_shift or raw is not None else None
+    codes = fold_q(q, *spans, kv.rows.length, kv.shape[2], kv.config, scale, mean)
+    return FoldedQueries(*codes, raw)
 
 
 def widths(config: DMAConfig, call: CallOptions, n_q: int, n_kv: int) -> tuple[int, int, int]:
@@ -117,16 +140,24 @@ def widths(config: DMAConfig, call: CallOptions, n_q: int, n_kv: int) -> tuple[i
 def class_spans(
     config: DMAConfig, query: bool
 ) -> tuple[tuple[BlockFormat, str] | None, tuple[BlockFormat, str]]:
-    """Format and span of its fp32 scale, of the high class (None with one class) and the low."""
+    """Format and span of its fp32 scale, of the high class (None if it has no copy) and the low."""
     canonical = config.canonical()
     high, low = canonical.high_format, canonical.low_format
     low_class = (low, operand_span(low, config, query))
-    return (high, operand_span(high, config, query)) if has_high(canonical) else None, low_class
+    if not has_high(canonical) or not high.quantised:
+        return None, low_class
+    return (high, operand_span(high, config, query)), low_class
 
 
 def has_high(canonical: DMAConfig) -> bool:
     """True when a canonical config has tiles of the high class at all."""
     return bool(canonical.diag or canonical.sink)
+
+
+def _has_raw(config: DMAConfig) -> bool:
+    """True when there are tiles of 16-bit Q and K."""
+    canonical = config.canonical()
+    return canonical.low == "none" or (canonical.high == "none" and has_high(canonical))
 
 
 def quantise_operand(

@@ -6,6 +6,8 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from .compile import CompileRow
+from .error import ErrorRow
 from .prefill import Row, Verdict
 from .quantise import QuantRow
 
@@ -13,6 +15,8 @@ PREFILL_COLUMNS = ("workload", "candidate", "kind", "ms", "spread_percent", "tfl
                    "clock_mhz")
 CLAIM_COLUMNS = ("workload", "candidate", "kind", "against", "ratio", "must", "target", "holds")
 QUANT_COLUMNS = ("length", "candidate", "ms", "spread_percent", "gb_per_s", "share_of_copy")
+ERROR_COLUMNS = ("layer", "candidate", "error")
+COMPILE_COLUMNS = ("head_dim", "config", "seconds", "kernels_first_call", "kernels_all_calls")
 
 
 def prefill_cells(rows: Iterable[Row]) -> list[list[str]]:
@@ -39,6 +43,19 @@ def quant_cells(rows: Iterable[QuantRow]) -> list[list[str]]:
     return [
         [str(r.length), r.candidate, f"{r.timing.ms:.4f}", f"{100 * r.timing.spread:.1f}",
          f"{r.gbytes_per_s:.0f}", f"{r.share:.3f}"]
+        for r in rows
+    ]
+
+
+def error_cells(rows: Iterable[ErrorRow]) -> list[list[str]]:
+    """One line a candidate in a layer, in the order of `ERROR_COLUMNS`."""
+    return [[r.layer, r.candidate, f"{r.error:.5f}"] for r in rows]
+
+
+def compile_cells(rows: Iterable[CompileRow]) -> list[list[str]]:
+    """One line a configuration and head dim, in the order of `COMPILE_COLUMNS`."""
+    return [
+        [str(r.head_dim), r.config, f"{r.seconds:.1f}", str(r.first_kernels), str(r.kernels)]
         for r in rows
     ]
 

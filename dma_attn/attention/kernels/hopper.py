@@ -34,90 +34,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ... import formats, schedule
+from ... import formats
+from .hopper_blocks import block_of, half_of, tile_class
 from .hopper_step import (
     LOG_STAGES,
     STAGES,
     add_sums,
+    coded_keys,
+    first_scores,
     hide,
     matrix,
     online_maximum,
     probabilities,
-    start_scores,
     start_sums,
     start_values,
     step,
     thread_sums,
-    tile_class,
 )
 
 FLOOR = gl.constexpr(-1e30)  # below every logit: the running maximum before the first key
 LN_2 = gl.constexpr(formats.LN_2)
-INT_BIAS = 12582912.0  # 1.5 * 2^23: its bits plus a small integer are their sum
-
-key_ranges = gluon.jit(schedule.key_ranges)
-common_keys = gluon.jit(schedule.common_keys)
-
-
-@gluon.jit
-def _block(turn, shape, inputs, masks, SPEC: gl.constexpr):
-    """This program's block of a round: where it lies, what its rows see, which tiles and classes.
-
-    Rounds go over the programs forth and back, so that each gets long and short blocks alike. A
-    block without queries has n = 0 tiles; one whose queries see no key has one tile, whose result
-    is dropped. Units number the blocks of one head of K and V at the same queries.
-    """
-    n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
-    window, diag, sink = masks
-    length_ptr, v_scale_ptr = inputs
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    if turn % 2 == 1:
-        place = programs - 1 - place
-    index = turn * programs + place
-    units = _units(GROUP, SPEC)
-    block = n_blocks - 1 - index // (k_planes * units)
-    k_plane = (index // units) % k_planes
-    b = k_plane // (H_Q // GROUP)
-    h = k_plane % (H_Q // GROUP)
-    kv_len = S_KV
-    if length_ptr is not None:
-        kv_len = gl.minimum(gl.maximum(gl.load(length_ptr + b), 0), S_KV)
-    offset = kv_len - S_Q
-    pos_0 = (offset & -128) + block * 128
-    q_lo = gl.maximum(pos_0, offset)
-    q_hi = gl.minimum(pos_0 + 128, offset + S_Q)
-    lo, sink_end, diag_lo, diag_hi, hi = key_ranges(q_lo, q_hi, 0, kv_len, window, diag, sink,
-                                                    SPEC.CAUSAL)
-    common_lo, common_hi = common_keys(q_lo, q_hi, kv_len, window, SPEC.CAUSAL)
-    seen_lo = lo
-    if SPEC.WINDOW:
-        seen_lo = q_lo - window + 1
-    first = lo >> 7
-    n = gl.maximum(((hi + 127) >> 7) - first, 1)
-    n = gl.where((block >= 0) & (q_lo < q_hi), n, 0)
-    rows = (pos_0, q_lo, q_hi, offset)
-    limits = (window, kv_len, seen_lo, common_lo, common_hi)
-    ranges = ((sink_end + 127) >> 7, (diag_lo + 127) >> 7, (diag_hi + 127) >> 7)
-    return n, first, block, (k_plane, b, h, index % units), rows, limits, ranges
-
-
-@gluon.jit
-def _units(GROUP, SPEC: gl.constexpr):
-    """Blocks that one head of K and V needs for 128 queries of its group."""
-    return (2 * GROUP + SPEC.WARPGROUPS - 1) // SPEC.WARPGROUPS
-
-
-@gluon.jit
-def _half(W: gl.constexpr, unit, GROUP, SPEC: gl.constexpr):
-    """The head of the group and the half of the 128 queries that warpgroup W takes, and whether it
-    has one of its own: the last unit of a group may have fewer than there are warpgroups."""
-    if SPEC.WARPGROUPS == 2:
-        return unit, W, unit >= 0
-    else:
-        half = unit * SPEC.WARPGROUPS + W
-        last = gl.minimum(half, 2 * GROUP - 1)
-        return last >> 1, last & 1, half == last
+LOG2_E = gl.constexpr(formats.LOG2_E)
 
 
 @gluon.jit
@@ -126,8 +63,8 @@ def _producer(args, SPEC: gl.constexpr):
     descs, smem, bars, k_scale_ptr, rounds, shape, inputs, masks, n_tiles = args
     CLASSES: gl.constexpr = SPEC.CLASSES
     WARPGROUPS: gl.constexpr = SPEC.WARPGROUPS
-    q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc = descs
+    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -135,16 +72,25 @@ def _producer(args, SPEC: gl.constexpr):
     done = 0
     blocks = 0
     for round in range(rounds):
-        n, first, block, planes, rows, limits, ranges = _block(round, shape, inputs, masks, SPEC)
+        n, first, block, planes, rows, limits, ranges = block_of(round, shape, inputs, masks, SPEC)
         k_plane, b, h, unit = planes
         if n > 0:
             mbarrier.wait(q_empty, (blocks & 1) ^ 1)
-            mbarrier.expect(q_full, q_desc.block_type.nbytes * WARPGROUPS * CLASSES)
+            if SPEC.RAW:
+                mbarrier.expect(
+                    q_full, (q_desc.block_type.nbytes + q_raw_desc.block_type.nbytes) * WARPGROUPS)
+            else:
+                mbarrier.expect(q_full, q_desc.block_type.nbytes * WARPGROUPS * CLASSES)
             for j in gl.static_range(WARPGROUPS * CLASSES):
-                head, half, own = _half(j % WARPGROUPS, unit, GROUP, SPEC)
+                head, half, own = half_of(j % WARPGROUPS, unit, GROUP, SPEC)
                 plane = ((j // WARPGROUPS) * k_planes + k_plane) * GROUP + head
                 tma.async_copy_global_to_shared(q_desc, [plane, block * 128 + 64 * half, 0], q_full,
                                                 q_smem.index(j))
+            if SPEC.RAW:
+                for j in gl.static_range(WARPGROUPS):
+                    head, half, own = half_of(j, unit, GROUP, SPEC)
+                    at = [b, h * GROUP + head, rows[0] + 64 * half - rows[3], 0]
+                    tma.async_copy_global_to_shared(q_raw_desc, at, q_full, q_raw.index(j))
             blocks += 1
         for i in range(n):
             count = done + i
@@ -154,9 +100,19 @@ def _producer(args, SPEC: gl.constexpr):
             plane = tile_class(t, ranges, CLASSES) * k_planes + k_plane
             k_scale = gl.load(k_scale_ptr + plane * n_tiles + t + spread)
             mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [plane, t * 128, 0], k_full.index(stage),
-                                            k_smem.index(stage))
+            raw = plane < 0
+            if SPEC.RAW:
+                raw = tile_class(t, ranges, 2) == 0
+                k_scale = gl.where(raw, 1.0, k_scale)
+            if raw:
+                if SPEC.RAW:
+                    mbarrier.expect(k_full.index(stage), k_raw_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(k_raw_desc, [b, h, t * 128, 0],
+                                                    k_full.index(stage), k_smem.index(stage))
+            else:
+                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(k_desc, [plane, t * 128, 0], k_full.index(stage),
+                                                coded_keys(k_smem, stage, SPEC))
             k_scale_smem.index(stage).store(k_scale)
             mbarrier.arrive(k_full.index(stage), count=1)
             mbarrier.wait(v_empty.index(stage), phase)
@@ -177,7 +133,7 @@ def _consumer(W: gl.constexpr, args, SPEC: gl.constexpr):
     done = 0
     blocks = 0
     for round in range(rounds):
-        n, first, block, planes, rows, limits, ranges = _block(round, shape, inputs, masks, SPEC)
+        n, first, block, planes, rows, limits, ranges = block_of(round, shape, inputs, masks, SPEC)
         if n > 0:
             _attend(W, smem, bars, n, first, block, planes, rows, limits, ranges, done,
                     blocks, shape, scale, q_scale_ptr, inputs, outputs, SPEC)
@@ -196,7 +152,7 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     ROW: gl.constexpr = gl.SliceLayout(1, SPEC.S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     O_COL: gl.constexpr = gl.SliceLayout(0, O_LAYOUT)
-    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
     k_plane, b, h, unit = planes
@@ -204,31 +160,53 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     window, kv_len, seen_lo, common_lo, common_hi = limits
     out, out_desc, lse_ptr, shift_ptr = outputs
     length_ptr, v_scale_ptr = inputs
-    head, half, own = _half(W, unit, GROUP, SPEC)
+    head, half, own = half_of(W, unit, GROUP, SPEC)
     q_plane = k_plane * GROUP + head
     row_pos = pos_0 + half * 64 + gl.arange(0, 64, ROW)
     at = (q_plane.to(gl.int64) * n_blocks + block) * 128 + half * 64 + gl.arange(0, 64, ROW)
     low_at = at + (SPEC.CLASSES - 1) * ((k_planes * GROUP).to(gl.int64) * n_blocks * 128)
     row_scales = (gl.load(q_scale_ptr + at) * scale, gl.load(q_scale_ptr + low_at) * scale)
+    shift = row_scales[0]
+    if SPEC.RAW:
+        shift = gl.full([64], 0.0, gl.float32, ROW)
+        row_scales = (shift + scale, row_scales[1])
+        if shift_ptr is not None:
+            row = q_plane.to(gl.int64) * S_Q + row_pos - offset
+            asked = (row_pos >= q_lo) & (row_pos < q_hi)
+            shift = gl.load(shift_ptr + row, mask=asked, other=0.0) * LOG2_E
     # The last tile holds the diagonal or the end of the keys; from there to the first
     mbarrier.wait(q_full, blocks & 1)
     last = first + n - 1
-    pending_s, q_scale, k_scale = start_scores(last, done, W, smem, bars, row_scales, ranges, SPEC)
-    raw = warpgroup_mma_wait(0, deps=[pending_s])
+    if SPEC.RAW:
+        if tile_class(last, ranges, 2) == 0:
+            s, scales = first_scores(last, done, W, smem, bars, row_scales, shift, ranges, True,
+                                     SPEC)
+        else:
+            s, scales = first_scores(last, done, W, smem, bars, row_scales, shift, ranges, False,
+                                     SPEC)
+    else:
+        s, scales = first_scores(last, done, W, smem, bars, row_scales, shift, ranges, False, SPEC)
     mbarrier.arrive(k_empty.index(done & (STAGES - 1)), count=1)
-    row_max = gl.full([64], FLOOR, gl.float32, ROW)
-    s, factor = hide(raw, q_scale * k_scale, last, row_pos, limits, SPEC)
-    row_max, decay = online_maximum(s, factor, row_max, SPEC)
+    s, scales = hide(s, scales, last, row_pos, limits, SPEC)
+    row_max, decay = online_maximum(s, scales, gl.full([64], FLOOR, gl.float32, ROW), SPEC)
     acc = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
     row_sum = thread_sums(gl.full([64, 8], 0.0, gl.float32, SPEC.SUM_LAYOUT))
     lse_sum = thread_sums(gl.full([64, 128], 0.0, gl.float32, SPEC.S_LAYOUT))
-    state = (acc, row_max, row_sum, lse_sum, s, factor, decay)
+    state = (acc, row_max, row_sum, lse_sum, s, scales, decay)
     for i in range(0, n - 1):
-        state = step(state, i, last, done, W, smem, bars, row_scales, row_pos, limits,
-                     ranges, SPEC)
+        if SPEC.RAW:
+            if tile_class(last - i - 1, ranges, 2) == 0:
+                state = step(state, i, last, done, W, smem, bars, row_scales, row_pos, shift,
+                             limits, ranges, True, SPEC)
+            else:
+                state = step(state, i, last, done, W, smem, bars, row_scales, row_pos, shift,
+                             limits, ranges, False, SPEC)
+        else:
+            state = step(state, i, last, done, W, smem, bars, row_scales, row_pos, shift, limits,
+                         ranges, False, SPEC)
     mbarrier.arrive(q_empty, count=1)
-    acc, row_max, row_sum, lse_sum, s, factor, decay = state
-    p, lse_sum = probabilities(s, factor, row_max, lse_sum, decay, smem, SPEC)
+    acc, row_max, row_sum, lse_sum, s, scales, decay = state
+    p, lse_sum = probabilities(s, scales, row_max, lse_sum, decay, smem, SPEC)
     acc = acc * gl.convert_layout(decay, O_ROW)[:, None]
     pending_sum = start_sums(p, eighths, SPEC)
     pending_o = start_values(acc, p, first, done + n - 1, smem, bars, limits, SPEC)
@@ -290,15 +268,23 @@ def _sees(pos, kv_len, SPEC: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rounds", "n_blocks", "k_planes", "H_Q", "GROUP", "S_Q", "S_KV",
                               "n_tiles", "window", "diag", "sink"])
-def hopper_kernel(q_desc, k_desc, v_desc, out_desc, q_scale_ptr, k_scale_ptr, v_scale_ptr,
-                   shift_ptr, out, lse_ptr, length_ptr, rounds, n_blocks, k_planes, H_Q, GROUP,
-                   S_Q, S_KV, n_tiles, scale, window, diag, sink, SPEC: gl.constexpr):
+def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_scale_ptr,
+                  k_scale_ptr, v_scale_ptr, shift_ptr, out, lse_ptr, length_ptr, rounds, n_blocks,
+                  k_planes, H_Q, GROUP, S_Q, S_KV, n_tiles, scale, window, diag, sink,
+                  SPEC: gl.constexpr):
     # Shared memory and barriers
     WARPGROUPS: gl.constexpr = SPEC.WARPGROUPS
     q_smem = gl.allocate_shared_memory(
         q_desc.dtype, [WARPGROUPS * SPEC.CLASSES] + q_desc.block_type.shape, q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape,
-                                       k_desc.layout)
+    q_raw = q_smem
+    if SPEC.RAW:
+        q_raw = gl.allocate_shared_memory(
+            q_raw_desc.dtype, [WARPGROUPS] + q_raw_desc.block_type.shape, q_raw_desc.layout)
+        k_smem = gl.allocate_shared_memory(
+            k_raw_desc.dtype, [STAGES] + k_raw_desc.block_type.shape, k_raw_desc.layout)
+    else:
+        k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape,
+                                           k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape,
                                        v_desc.layout)
     k_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64],
@@ -331,15 +317,15 @@ def hopper_kernel(q_desc, k_desc, v_desc, out_desc, q_scale_ptr, k_scale_ptr, v_
         mbarrier.init(v_empty.index(i), count=WARPGROUPS)
     fence_async_shared()
     # Roles
-    smem = (q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem)
+    smem = (q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     shape = (n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV)
     masks = (window, diag, sink)
     outputs = (out, out_desc, lse_ptr, shift_ptr)
     inputs = (length_ptr, v_scale_ptr)
     args = (smem, bars, rounds, shape, inputs, masks, scale, q_scale_ptr, outputs)
-    fetched = ((q_desc, k_desc, v_desc), smem, bars, k_scale_ptr, rounds, shape, inputs, masks,
-               n_tiles)
+    descs = (q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc)
+    fetched = (descs, smem, bars, k_scale_ptr, rounds, shape, inputs, masks, n_tiles)
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), args, SPEC)),

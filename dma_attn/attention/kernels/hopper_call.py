@@ -12,12 +12,11 @@ from ...device import fits_tma, processor_count
 from ...formats import LOG2_E
 from ...quant.kernels import Strided
 from ...schedule import TILE
-from ..prepare import widths
+from ..prepare import FoldedQueries, widths
 from ..types import CallOptions, PreparedKV
 from .hopper import hopper_kernel
 from .hopper_step import Spec
 
-Queries = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 INT_BIAS = 12582912.0  # 1.5 * 2^23: its bits plus a small integer are their sum
 GLUON_TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
@@ -28,7 +27,7 @@ GLUON_TYPES = {
 
 
 def run(
-    queries: Queries,
+    queries: FoldedQueries,
     kv: PreparedKV,
     call: CallOptions,
     out: torch.Tensor,
@@ -38,7 +37,7 @@ def run(
     if out.numel() == 0:
         return
     assert kv.folded is not None  # what brought the call here
-    codes, scales, shift = queries
+    codes, raw = queries.codes, queries.raw
     k_codes, k_scales = kv.folded
     batch, kv_heads, n_kv, head_dim, value_dim = kv.shape
     heads, n_q = out.shape[1:3]
@@ -60,11 +59,13 @@ def run(
         q_desc=_descriptor(codes.view(code_type).flatten(0, 2), (1, TILE // 2, head_dim)),
         k_desc=_descriptor(k_codes.view(code_type).flatten(0, 2), (1, TILE, head_dim)),
         v_desc=v_desc,
+        q_raw_desc=None if raw is None else _descriptor(raw, (1, 1, TILE // 2, head_dim)),
+        k_raw_desc=None if kv.k is None else _descriptor(kv.k, (1, 1, TILE, head_dim)),
         out_desc=_descriptor(out, (1, 1, TILE // 2, value_dim)) if fits_tma(out) else None,
-        q_scale_ptr=scales,
+        q_scale_ptr=queries.scales,
         k_scale_ptr=k_scales,
         v_scale_ptr=kv.v_scale,
-        shift_ptr=shift,
+        shift_ptr=queries.shift,
         out=Strided(out, out.stride()),
         lse_ptr=lse,
         length_ptr=kv.rows.length,
@@ -84,6 +85,7 @@ def run(
             head_dim,
             value_dim,
             classes=codes.shape[0],
+            raw=raw is not None,
             warpgroups=warpgroups,
             causal=call.causal,
             window=call.window > 0,
@@ -101,6 +103,7 @@ def _spec(
     head_dim: int,
     value_dim: int,
     classes: int,
+    raw: bool,
     warpgroups: int,
     causal: bool,
     window: bool,
@@ -117,6 +120,7 @@ def _spec(
         D=head_dim,
         DV=value_dim,
         CLASSES=classes,
+        RAW=raw,
         WARPGROUPS=warpgroups,
         CAUSAL=causal,
         WINDOW=window,
@@ -129,6 +133,8 @@ def _spec(
         SUM_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, k]),
         O_LAYOUT=o_layout,
         P_LAYOUT=gl.DotOperandLayout(0, o_layout, 4 if fp8 else 2),
+        RAW_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16]),
+        K_LAYOUT=_shared_layout((1, TILE, head_dim), torch.float8_e4m3fn),
         EIGHTHS_LAYOUT=_shared_layout((8, 128), value_type),
     )
 

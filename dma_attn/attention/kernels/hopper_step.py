@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_blocks import tile_class
+
 LOG_STAGES = gl.constexpr(1)
 STAGES = gl.constexpr(1 << LOG_STAGES.value)  # tiles of K and V in flight
 TINY = gl.constexpr(2.0**-126)
@@ -31,7 +33,8 @@ class Spec:
 
     Attributes:
         D, DV: Head dims.
-        CLASSES: 2 with high and low tiles, 1 with one class.
+        CLASSES: 2 with copies of Q and K for high and low tiles, else 1.
+        RAW: High tiles multiply the 16-bit Q and K themselves.
         WARPGROUPS: Consumers, 2 or 3.
         CAUSAL, WINDOW: Visibility rules in use.
         TAIL: V may hold anything beyond a row's length.
@@ -41,12 +44,15 @@ class Spec:
         BIAS: What is added to integer scores to read them as fp32; 0 for FP8.
         S_LAYOUT, SUM_LAYOUT, O_LAYOUT, P_LAYOUT: Register layouts of the scores, the row sums by
             tensor core, the output, and P as operand.
-        EIGHTHS_LAYOUT: Shared memory of the constant that sums rows.
+        RAW_LAYOUT: Registers of the scores of 16-bit Q and K.
+        K_LAYOUT, EIGHTHS_LAYOUT: Shared memory of a tile of codes, and of the constant that sums
+            rows.
     """
 
     D: int
     DV: int
     CLASSES: int
+    RAW: bool
     WARPGROUPS: int
     CAUSAL: bool
     WINDOW: bool
@@ -59,18 +65,9 @@ class Spec:
     SUM_LAYOUT: Any
     O_LAYOUT: Any
     P_LAYOUT: Any
+    RAW_LAYOUT: Any
+    K_LAYOUT: Any
     EIGHTHS_LAYOUT: Any
-
-
-@gluon.jit
-def tile_class(t, ranges, CLASSES: gl.constexpr):
-    """0 (high) or 1 (low) with two classes, 0 with one; ranges in tiles."""
-    if CLASSES == 1:
-        return t * 0
-    else:
-        sink_end, diag_lo, diag_hi = ranges
-        high = (t < sink_end) | ((t >= diag_lo) & (t < diag_hi))
-        return 1 - high.to(gl.int32)
 
 
 @gluon.jit
@@ -162,22 +159,42 @@ def _hidden(s, row_pos, begin, limits, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(t, count, W: gl.constexpr, smem, bars, row_scales, ranges, SPEC: gl.constexpr):
+def coded_keys(k_smem, stage, SPEC: gl.constexpr):
+    """A stage of the ring as a tile of codes, (1, 128, D)."""
+    tile = k_smem.index(stage)
+    if SPEC.RAW:
+        return tile._reinterpret(gl.float8e4nv, [1, 128, SPEC.D], SPEC.K_LAYOUT)
+    else:
+        return tile
+
+
+@gluon.jit
+def start_scores(t, count, W: gl.constexpr, smem, bars, row_scales, ranges, RAW: gl.constexpr,
+                 SPEC: gl.constexpr):
     """Issue Q K^T of tile t, the count-th of the program; the product and both scales of it."""
     ROW: gl.constexpr = gl.SliceLayout(1, SPEC.S_LAYOUT)
-    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     stage = count & (STAGES - 1)
-    c = tile_class(t, ranges, SPEC.CLASSES)
-    factor = row_scales[0]
-    if SPEC.CLASSES == 2:
-        factor = gl.where(c == 0, row_scales[0], row_scales[1])
     S_LAYOUT: gl.constexpr = SPEC.S_LAYOUT
-    zero = gl.full([64, 128], 0, gl.int32 if q_smem.dtype == gl.int8 else gl.float32, S_LAYOUT)
-    mbarrier.wait(k_full.index(stage), (count >> LOG_STAGES) & 1)
-    pending = warpgroup_mma(matrix(q_smem.index(SPEC.WARPGROUPS * c + W)),
-                            matrix(k_smem.index(stage)).permute((1, 0)), zero, use_acc=False,
-                            is_async=True)
+    factor = row_scales[0]
+    if RAW:
+        zero = gl.full([64, 128], 0.0, gl.float32, SPEC.RAW_LAYOUT)
+        mbarrier.wait(k_full.index(stage), (count >> LOG_STAGES) & 1)
+        pending = warpgroup_mma(matrix(q_raw.index(W)), matrix(k_smem.index(stage)).permute((1, 0)),
+                                zero, use_acc=False, is_async=True)
+    else:
+        c = tile_class(t, ranges, SPEC.CLASSES)
+        if SPEC.CLASSES == 2:
+            factor = gl.where(c == 0, row_scales[0], row_scales[1])
+        elif SPEC.RAW:
+            factor = row_scales[1]
+        integer: gl.constexpr = q_smem.dtype == gl.int8
+        zero = gl.full([64, 128], 0, gl.int32 if integer else gl.float32, S_LAYOUT)
+        mbarrier.wait(k_full.index(stage), (count >> LOG_STAGES) & 1)
+        pending = warpgroup_mma(matrix(q_smem.index(SPEC.WARPGROUPS * c + W)),
+                                matrix(coded_keys(k_smem, stage, SPEC)).permute((1, 0)), zero,
+                                use_acc=False, is_async=True)
     return pending, factor, k_scale_smem.index(stage).load(ROW)
 
 
@@ -194,7 +211,7 @@ def start_sums(p, eighths, SPEC: gl.constexpr):
 @gluon.jit
 def start_values(acc, p, t, count, smem, bars, limits, SPEC: gl.constexpr):
     """Issue P V of tile t: on top of acc, or of nothing in FP8."""
-    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     stage = count & (STAGES - 1)
     mbarrier.wait(v_full.index(stage), (count >> LOG_STAGES) & 1)
@@ -207,32 +224,51 @@ def start_values(acc, p, t, count, smem, bars, limits, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, factor, t, row_pos, limits, SPEC: gl.constexpr):
-    """Scores of tile t with hidden ones at -inf or HIDDEN, and their factor, which is positive."""
+def hide(s, scales, t, row_pos, limits, SPEC: gl.constexpr):
+    """Scores of tile t, hidden ones at -inf or HIDDEN, and their scales, the factor positive."""
     window, kv_len, seen_lo, common_lo, common_hi = limits
     if t * 128 < common_lo or t * 128 + 128 > common_hi:
         s = _hidden(s, row_pos, t * 128, limits, SPEC)
-    return s, gl.where(factor < TINY, TINY, factor)  # 0 * -inf would be NaN
+    factor = gl.where(scales[0] < TINY, TINY, scales[0])  # 0 * -inf would be NaN
+    if SPEC.RAW:
+        return s, (factor, scales[1])
+    else:
+        return s, (factor,)
 
 
 @gluon.jit
-def online_maximum(s, factor, row_max, SPEC: gl.constexpr):
-    """New maxima, and the decay of what came before."""
+def online_maximum(s, scales, row_max, SPEC: gl.constexpr):
+    """New maxima, and the decay of what came before; logits are scores * scales[0] - scales[1]."""
     tile_max = _row_max(s)
     if SPEC.BIAS != 0.0:  # of integers: three-way maxima
         tile_max = gl.where(tile_max == HIDDEN, float("-inf"), tile_max.to(gl.float32))
-    new_max = gl.maximum(row_max, tile_max * factor)
+    tile_max = tile_max * scales[0]
+    if SPEC.RAW:
+        tile_max -= scales[1]
+    new_max = gl.maximum(row_max, tile_max)
     return new_max, gl.exp2(row_max - new_max)
 
 
 @gluon.jit
-def probabilities(s, factor, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
+def tile_scales(q_scale, k_scale, shift, RAW: gl.constexpr, SPEC: gl.constexpr):
+    """What makes logits of a tile's scores: a factor, and where classes differ a shift, which
+    takes q . mean_k from the scores of 16-bit keys, as smoothing took it from the others."""
+    if SPEC.RAW:
+        return q_scale * k_scale, shift if RAW else shift * 0.0
+    else:
+        return (q_scale * k_scale,)
+
+
+@gluon.jit
+def probabilities(s, scales, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
     """P as the operand of P V, and with SPEC.LSE row sums of P before its rounding."""
-    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    factor = scales[0]
     base = row_max - SPEC.SHIFT
-    if SPEC.BIAS != 0.0:
-        base += SPEC.BIAS * factor
+    if SPEC.RAW:
+        base += scales[1]
     if SPEC.BIAS != 0.0:  # integers plus the bias are floats, by one addition instead of a cast
+        base += SPEC.BIAS * factor
         s = (s + 0x4B400000).to(gl.float32, bitcast=True)
     p = gl.exp2(s * factor[:, None] - base[:, None])
     if SPEC.LSE:
@@ -242,28 +278,28 @@ def probabilities(s, factor, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def step(state, i, last, done, W: gl.constexpr, smem, bars, row_scales, row_pos, limits,
-         ranges, SPEC: gl.constexpr):
+def step(state, i, last, done, W: gl.constexpr, smem, bars, row_scales, row_pos, shift, limits,
+         ranges, RAW: gl.constexpr, SPEC: gl.constexpr):
     """P of tile last - i; its P V under the scores of the next tile and their maxima.
 
-    done: Tiles of the blocks before this one.
+    done: Tiles of the blocks before this one. RAW: the next tile multiplies 16-bit Q and K.
     """
-    q_smem, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    acc, row_max, row_sum, lse_sum, raw, factor, decay = state
+    acc, row_max, row_sum, lse_sum, s, scales, decay = state
     count = done + i
-    p, lse_sum = probabilities(raw, factor, row_max, lse_sum, decay, smem, SPEC)
+    p, lse_sum = probabilities(s, scales, row_max, lse_sum, decay, smem, SPEC)
     acc_decay = gl.convert_layout(decay, gl.SliceLayout(1, SPEC.O_LAYOUT))[:, None]
     if not SPEC.PV8:
         acc = acc * acc_decay
     pending_s, q_scale, k_scale = start_scores(last - i - 1, count + 1, W, smem, bars, row_scales,
-                                               ranges, SPEC)
+                                               ranges, RAW, SPEC)
     pending_sum = start_sums(p, eighths, SPEC)
     pending_o = start_values(acc, p, last - i, count, smem, bars, limits, SPEC)
-    raw = warpgroup_mma_wait(2, deps=[pending_s])
+    s = as_scores(warpgroup_mma_wait(2, deps=[pending_s]), RAW, SPEC)
+    scales = tile_scales(q_scale, k_scale, shift, RAW, SPEC)
     if not SPEC.WINDOW:
-        factor = q_scale * k_scale
-        new_max, new_decay = online_maximum(raw, factor, row_max, SPEC)
+        new_max, new_decay = online_maximum(s, scales, row_max, SPEC)
         # Over already, but no code moves across: ptxas would take the maxima after P V
         mbarrier.wait(v_full.index(count & (STAGES - 1)), (count >> LOG_STAGES) & 1)
     part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
@@ -272,6 +308,25 @@ def step(state, i, last, done, W: gl.constexpr, smem, bars, row_scales, row_pos,
     mbarrier.arrive(v_empty.index(count & (STAGES - 1)), count=1)
     acc = acc * acc_decay + part if SPEC.PV8 else part
     if SPEC.WINDOW:  # masks need the registers of P V
-        raw, factor = hide(raw, q_scale * k_scale, last - i - 1, row_pos, limits, SPEC)
-        new_max, new_decay = online_maximum(raw, factor, row_max, SPEC)
-    return acc, new_max, row_sum, lse_sum, raw, factor, new_decay
+        s, scales = hide(s, scales, last - i - 1, row_pos, limits, SPEC)
+        new_max, new_decay = online_maximum(s, scales, row_max, SPEC)
+    return acc, new_max, row_sum, lse_sum, s, scales, new_decay
+
+
+@gluon.jit
+def as_scores(product, RAW: gl.constexpr, SPEC: gl.constexpr):
+    """A product of 16-bit operands in the layout of the others: the same registers."""
+    if RAW:
+        S_LAYOUT: gl.constexpr = SPEC.S_LAYOUT
+        return gl.convert_layout(product, S_LAYOUT, assert_trivial=True)
+    else:
+        return product
+
+
+@gluon.jit
+def first_scores(t, count, W: gl.constexpr, smem, bars, row_scales, shift, ranges,
+                 RAW: gl.constexpr, SPEC: gl.constexpr):
+    """Scores of the first tile of a block, and their scales."""
+    pending, q_scale, k_scale = start_scores(t, count, W, smem, bars, row_scales, ranges, RAW, SPEC)
+    s = as_scores(warpgroup_mma_wait(0, deps=[pending]), RAW, SPEC)
+    return s, tile_scales(q_scale, k_scale, shift, RAW, SPEC)

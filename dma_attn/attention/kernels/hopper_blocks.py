@@ -1,0 +1,83 @@
+"""Which work falls to a program of the Hopper kernel, and which tiles it meets."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ... import schedule
+
+key_ranges = gluon.jit(schedule.key_ranges)
+common_keys = gluon.jit(schedule.common_keys)
+
+
+@gluon.jit
+def block_of(turn, shape, inputs, masks, SPEC: gl.constexpr):
+    """This program's block of a round: where it lies, what its rows see, which tiles and classes.
+
+    Rounds go over the programs forth and back, so that each gets long and short blocks alike. A
+    block without queries has n = 0 tiles; one whose queries see no key has one tile, whose result
+    is dropped. Units number the blocks of one head of K and V at the same queries.
+    """
+    n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
+    window, diag, sink = masks
+    length_ptr, v_scale_ptr = inputs
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    if turn % 2 == 1:
+        place = programs - 1 - place
+    index = turn * programs + place
+    units = units_of(GROUP, SPEC)
+    block = n_blocks - 1 - index // (k_planes * units)
+    k_plane = (index // units) % k_planes
+    b = k_plane // (H_Q // GROUP)
+    h = k_plane % (H_Q // GROUP)
+    kv_len = S_KV
+    if length_ptr is not None:
+        kv_len = gl.minimum(gl.maximum(gl.load(length_ptr + b), 0), S_KV)
+    offset = kv_len - S_Q
+    pos_0 = (offset & -128) + block * 128
+    q_lo = gl.maximum(pos_0, offset)
+    q_hi = gl.minimum(pos_0 + 128, offset + S_Q)
+    lo, sink_end, diag_lo, diag_hi, hi = key_ranges(q_lo, q_hi, 0, kv_len, window, diag, sink,
+                                                    SPEC.CAUSAL)
+    common_lo, common_hi = common_keys(q_lo, q_hi, kv_len, window, SPEC.CAUSAL)
+    seen_lo = lo
+    if SPEC.WINDOW:
+        seen_lo = q_lo - window + 1
+    first = lo >> 7
+    n = gl.maximum(((hi + 127) >> 7) - first, 1)
+    n = gl.where((block >= 0) & (q_lo < q_hi), n, 0)
+    rows = (pos_0, q_lo, q_hi, offset)
+    limits = (window, kv_len, seen_lo, common_lo, common_hi)
+    ranges = ((sink_end + 127) >> 7, (diag_lo + 127) >> 7, (diag_hi + 127) >> 7)
+    return n, first, block, (k_plane, b, h, index % units), rows, limits, ranges
+
+
+@gluon.jit
+def units_of(GROUP, SPEC: gl.constexpr):
+    """Blocks that one head of K and V needs for 128 queries of its group."""
+    return (2 * GROUP + SPEC.WARPGROUPS - 1) // SPEC.WARPGROUPS
+
+
+@gluon.jit
+def half_of(W: gl.constexpr, unit, GROUP, SPEC: gl.constexpr):
+    """The head of the group and the half of the 128 queries that warpgroup W takes, and whether it
+    has one of its own: the last unit of a group may have fewer than there are warpgroups."""
+    if SPEC.WARPGROUPS == 2:
+        return unit, W, unit >= 0
+    else:
+        half = unit * SPEC.WARPGROUPS + W
+        last = gl.minimum(half, 2 * GROUP - 1)
+        return last >> 1, last & 1, half == last
+
+
+@gluon.jit
+def tile_class(t, ranges, CLASSES: gl.constexpr):
+    """0 (high) or 1 (low) with two classes, 0 with one; ranges in tiles."""
+    if CLASSES == 1:
+        return t * 0
+    else:
+        sink_end, diag_lo, diag_hi = ranges
+        high = (t < sink_end) | ((t >= diag_lo) & (t < diag_hi))
+        return 1 - high.to(gl.int32)
