@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -107,3 +108,16 @@ def test_a_file_without_kernels_is_refused(tmp_path: Path) -> None:
     path = prefill_csv(tmp_path / "a.csv", workload(8192), kind=END_TO_END)
     with pytest.raises(ValueError, match="kernel"):
         read_rates([path])
+
+
+def test_the_committed_results_are_what_the_command_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    committed = Path("docs/results.md").read_text("utf-8")
+    command = shlex.split(committed.split("`")[1])
+    assert command[:3] == ["dma-attn", "bench", "table"] and command[-2:] == ["--out",
+                                                                             "docs/results.md"]
+    assert main([*command[1:-1], str(tmp_path / "results.md")]) == 0
+    made = (tmp_path / "results.md").read_text("utf-8")
+    assert made.split("\n", 3)[3] == committed.split("\n", 3)[3]
