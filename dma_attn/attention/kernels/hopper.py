@@ -60,15 +60,15 @@ LOG2_E = gl.constexpr(formats.LOG2_E)
 @gluon.jit
 def _producer(args, SPEC: gl.constexpr):
     """Fetch each block's Q, then K, its tile scale and V, tile by tile."""
-    descs, smem, bars, k_scale_ptr, rounds, shape, inputs, masks, n_tiles = args
+    descs, smem, bars, q_scale_ptr, k_scale_ptr, rounds, shape, inputs, masks, n_tiles = args
     CLASSES: gl.constexpr = SPEC.CLASSES
     WARPGROUPS: gl.constexpr = SPEC.WARPGROUPS
     q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc = descs
-    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    spread = gl.arange(0, 64, LANES) * 0
+    lanes = gl.arange(0, 64, LANES)
     done = 0
     blocks = 0
     for round in range(rounds):
@@ -84,13 +84,16 @@ def _producer(args, SPEC: gl.constexpr):
             for j in gl.static_range(WARPGROUPS * CLASSES):
                 head, half, own = half_of(j % WARPGROUPS, unit, GROUP, SPEC)
                 plane = ((j // WARPGROUPS) * k_planes + k_plane) * GROUP + head
-                tma.async_copy_global_to_shared(q_desc, [plane, block * 128 + 64 * half, 0], q_full,
-                                                q_smem.index(j))
+                row = block * 128 + 64 * half
+                tma.async_copy_global_to_shared(q_desc, [plane, row, 0], q_full, q_smem.index(j))
+                at = plane.to(gl.int64) * (n_blocks * 128) + row + lanes
+                q_scales.index(j).store(gl.load(q_scale_ptr + at))
             if SPEC.RAW:
                 for j in gl.static_range(WARPGROUPS):
                     head, half, own = half_of(j, unit, GROUP, SPEC)
                     at = [b, h * GROUP + head, rows[0] + 64 * half - rows[3], 0]
                     tma.async_copy_global_to_shared(q_raw_desc, at, q_full, q_raw.index(j))
+            mbarrier.arrive(q_full, count=1)
             blocks += 1
         for i in range(n):
             count = done + i
@@ -98,7 +101,7 @@ def _producer(args, SPEC: gl.constexpr):
             phase = ((count >> LOG_STAGES) & 1) ^ 1
             t = first + n - 1 - i
             plane = tile_class(t, ranges, CLASSES) * k_planes + k_plane
-            k_scale = gl.load(k_scale_ptr + plane * n_tiles + t + spread)
+            k_scale = gl.load(k_scale_ptr + plane * n_tiles + t + lanes * 0)
             mbarrier.wait(k_empty.index(stage), phase)
             raw = plane < 0
             if SPEC.RAW:
@@ -129,14 +132,14 @@ def _producer(args, SPEC: gl.constexpr):
 @gluon.jit
 def _consumer(W: gl.constexpr, args, SPEC: gl.constexpr):
     """Warpgroup W: attention of 64 queries of each block."""
-    smem, bars, rounds, shape, inputs, masks, scale, q_scale_ptr, outputs = args
+    smem, bars, rounds, shape, inputs, masks, scale, outputs = args
     done = 0
     blocks = 0
     for round in range(rounds):
         n, first, block, planes, rows, limits, ranges = block_of(round, shape, inputs, masks, SPEC)
         if n > 0:
             _attend(W, smem, bars, n, first, block, planes, rows, limits, ranges, done,
-                    blocks, shape, scale, q_scale_ptr, inputs, outputs, SPEC)
+                    blocks, shape, scale, inputs, outputs, SPEC)
             blocks += 1
         done += n
     if outputs[1] is not None:
@@ -145,14 +148,14 @@ def _consumer(W: gl.constexpr, args, SPEC: gl.constexpr):
 
 @gluon.jit
 def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, ranges, done,
-            blocks, shape, scale, q_scale_ptr, inputs, outputs, SPEC: gl.constexpr):
+            blocks, shape, scale, inputs, outputs, SPEC: gl.constexpr):
     """One block. done, blocks: tiles and blocks that came before."""
     DV: gl.constexpr = SPEC.DV
     O_LAYOUT: gl.constexpr = SPEC.O_LAYOUT
     ROW: gl.constexpr = gl.SliceLayout(1, SPEC.S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     O_COL: gl.constexpr = gl.SliceLayout(0, O_LAYOUT)
-    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
     k_plane, b, h, unit = planes
@@ -163,9 +166,9 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     head, half, own = half_of(W, unit, GROUP, SPEC)
     q_plane = k_plane * GROUP + head
     row_pos = pos_0 + half * 64 + gl.arange(0, 64, ROW)
-    at = (q_plane.to(gl.int64) * n_blocks + block) * 128 + half * 64 + gl.arange(0, 64, ROW)
-    low_at = at + (SPEC.CLASSES - 1) * ((k_planes * GROUP).to(gl.int64) * n_blocks * 128)
-    row_scales = (gl.load(q_scale_ptr + at) * scale, gl.load(q_scale_ptr + low_at) * scale)
+    mbarrier.wait(q_full, blocks & 1)
+    low: gl.constexpr = SPEC.WARPGROUPS * (SPEC.CLASSES - 1)
+    row_scales = (q_scales.index(W).load(ROW) * scale, q_scales.index(low + W).load(ROW) * scale)
     shift = row_scales[0]
     if SPEC.RAW:
         shift = gl.full([64], 0.0, gl.float32, ROW)
@@ -175,7 +178,6 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
             asked = (row_pos >= q_lo) & (row_pos < q_hi)
             shift = gl.load(shift_ptr + row, mask=asked, other=0.0) * LOG2_E
     # The last tile holds the diagonal or the end of the keys; from there to the first
-    mbarrier.wait(q_full, blocks & 1)
     last = first + n - 1
     if SPEC.RAW:
         if tile_class(last, ranges, 2) == 0:
@@ -287,8 +289,9 @@ def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_sc
                                            k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape,
                                        v_desc.layout)
-    k_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64],
-                                             gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_scales = gl.allocate_shared_memory(gl.float32, [WARPGROUPS * SPEC.CLASSES, 64], FLAT)
+    k_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64], FLAT)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     eighths = gl.allocate_shared_memory(v_desc.dtype, [8, 128], SPEC.EIGHTHS_LAYOUT)
     if SPEC.PV8:
@@ -308,7 +311,7 @@ def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_sc
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_full, count=2)  # TMA, and the scales' store
     mbarrier.init(q_empty, count=WARPGROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=2)  # TMA, and the scale's store
@@ -317,15 +320,15 @@ def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_sc
         mbarrier.init(v_empty.index(i), count=WARPGROUPS)
     fence_async_shared()
     # Roles
-    smem = (q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem)
+    smem = (q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     shape = (n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV)
     masks = (window, diag, sink)
     outputs = (out, out_desc, lse_ptr, shift_ptr)
     inputs = (length_ptr, v_scale_ptr)
-    args = (smem, bars, rounds, shape, inputs, masks, scale, q_scale_ptr, outputs)
+    args = (smem, bars, rounds, shape, inputs, masks, scale, outputs)
     descs = (q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc)
-    fetched = (descs, smem, bars, k_scale_ptr, rounds, shape, inputs, masks, n_tiles)
+    fetched = (descs, smem, bars, q_scale_ptr, k_scale_ptr, rounds, shape, inputs, masks, n_tiles)
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), args, SPEC)),

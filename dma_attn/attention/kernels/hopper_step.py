@@ -173,7 +173,7 @@ def start_scores(t, count, W: gl.constexpr, smem, bars, row_scales, ranges, RAW:
                  SPEC: gl.constexpr):
     """Issue Q K^T of tile t, the count-th of the program; the product and both scales of it."""
     ROW: gl.constexpr = gl.SliceLayout(1, SPEC.S_LAYOUT)
-    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     stage = count & (STAGES - 1)
     S_LAYOUT: gl.constexpr = SPEC.S_LAYOUT
@@ -211,7 +211,7 @@ def start_sums(p, eighths, SPEC: gl.constexpr):
 @gluon.jit
 def start_values(acc, p, t, count, smem, bars, limits, SPEC: gl.constexpr):
     """Issue P V of tile t: on top of acc, or of nothing in FP8."""
-    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     stage = count & (STAGES - 1)
     mbarrier.wait(v_full.index(stage), (count >> LOG_STAGES) & 1)
@@ -262,7 +262,7 @@ def tile_scales(q_scale, k_scale, shift, RAW: gl.constexpr, SPEC: gl.constexpr):
 @gluon.jit
 def probabilities(s, scales, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
     """P as the operand of P V, and with SPEC.LSE row sums of P before its rounding."""
-    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     factor = scales[0]
     base = row_max - SPEC.SHIFT
     if SPEC.RAW:
@@ -284,7 +284,7 @@ def step(state, i, last, done, W: gl.constexpr, smem, bars, row_scales, row_pos,
 
     done: Tiles of the blocks before this one. RAW: the next tile multiplies 16-bit Q and K.
     """
-    q_smem, q_raw, k_smem, v_smem, k_scale_smem, eighths, out_smem = smem
+    q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     acc, row_max, row_sum, lse_sum, s, scales, decay = state
     count = done + i
