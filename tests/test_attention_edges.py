@@ -93,6 +93,12 @@ def test_out_must_be_memory_of_its_own(impl: str) -> None:
     arena[0] = v
     result = dma_attention(q, k, arena[0], out=arena[1], impl=impl)  # apart, in one allocation
     assert torch.equal(dma_attention(q, k, v, out=q, impl=impl), result)
+    raw = DMAConfig(high="none")  # q is read while out is written
+    pair = torch.randn(2, 1, 8, 32, device=DEVICE).to(q.dtype)
+    with pytest.raises(ValueError, match="memory apart from q"):
+        dma_attention(pair[:1], k, v, out=pair.flatten()[32:][:256].view(q.shape), config=raw)
+    result = dma_attention(pair[:1], k, v, config=raw, impl=impl)
+    assert torch.equal(dma_attention(pair[:1], k, v, out=pair[:1], config=raw, impl=impl), result)
 
 
 @each_impl

@@ -169,11 +169,25 @@ def test_instructions(config: str, dims: tuple[int, int], tmp_path: Path) -> Non
     {"kv_len": torch.tensor([100], dtype=torch.int32)},
 ], ids=lambda x: "-".join(x))
 def test_other_variants_compile(arguments: dict[str, object], tmp_path: Path) -> None:
-    for config in ("default,pv=fp8", "hopper", "default,high=none"):
-        loops = hot_loops(machine_code(compiled(config, (128, 128), **arguments), tmp_path))
-        assert len(loops) == 2
+    for config, dim, warpgroups in (("default,pv=fp8", 128, 2), ("hopper", 128, 2),
+                                    ("default,high=none", 128, 2), ("default,pv=fp8", 64, 3),
+                                    ("default,high=none,pv=fp8", 64, 2)):
+        loops = hot_loops(machine_code(compiled(config, (dim, dim), **arguments), tmp_path))
+        assert len(loops) == (2 if "window_size" in arguments else warpgroups)
         for loop in loops:
             assert len(re.findall(r"\bSTL\b", loop)) <= 32, config
+
+
+def test_queries_that_tma_cannot_read() -> None:
+    """An odd address, and a batch of one with an odd stride: Q of 16-bit tiles is copied."""
+    k = device_tensor(1, 2, 300, 128)
+    shape, size = (1, 4, 300, 128), 4 * 300 * 128
+    flat = device_tensor(size + 8)
+    for q in (flat[1 : 1 + size].view(shape),
+              flat.as_strided(shape, (size + 4, 300 * 128, 128, 1))):
+        with use_hopper(), compile_only(90) as kernels:
+            dma_attention(q, k, k, config=DMAConfig(high="none"), impl="triton", is_causal=True)
+        assert "hopper_kernel" in {kernel.metadata.name for kernel in kernels}
 
 
 def test_a_new_length_never_recompiles() -> None:
@@ -226,23 +240,26 @@ class TestOnHopper:
         ids=str,
     )
     def test_options(self, config: str, arguments: dict[str, object]) -> None:
-        q, k, v = random_qkv(1, (4, 2), (300, 900), 128, device=DEVICE)
-        check(q, k, v, config, is_causal=True, **arguments)
+        for heads, dim in (((4, 2), 128), ((8, 2), 64)):
+            q, k, v = random_qkv(1, heads, (300, 900), dim, device=DEVICE)
+            check(q, k, v, config, is_causal=True, **arguments)
 
     @pytest.mark.parametrize("config", ["default,pv=fp8", "default", "hopper", "default,high=none"])
     def test_lengths_on_the_device(self, config: str) -> None:
-        q, k, v = random_qkv(3, (4, 2), (200, 700), 128, device=DEVICE)
         ends = torch.tensor([700, 0, 333], dtype=torch.int32, device=DEVICE)
-        for b, end in enumerate(ends.tolist()):
-            k[b, :, end:], v[b, :, end:] = torch.nan, torch.nan
-        check(q, k, v, config, is_causal=True, kv_len=ends)
+        for heads, dim in (((4, 2), 128), ((8, 2), 64)):
+            q, k, v = random_qkv(3, heads, (200, 700), dim, device=DEVICE)
+            for b, end in enumerate(ends.tolist()):
+                k[b, :, end:], v[b, :, end:] = torch.nan, torch.nan
+            check(q, k, v, config, is_causal=True, kv_len=ends)
 
     def test_keys_before_every_window_may_hold_anything(self) -> None:
-        for config in ("default,pv=fp8", "default"):
-            q, k, v = random_qkv(1, (2, 2), (100, 600), 64, device=DEVICE)
-            v[:, :, : 600 - 100 - 50 + 1] = torch.nan
-            out = attend(q, k, v, config, is_causal=True, window_size=50)[0]
-            assert out.isfinite().all()
+        for config in ("default,pv=fp8", "default", "default,high=none"):
+            for heads in ((2, 2), (6, 2)):
+                q, k, v = random_qkv(1, heads, (100, 600), 64, device=DEVICE)
+                v[:, :, : 600 - 100 - 50 + 1] = torch.nan
+                out = attend(q, k, v, config, is_causal=True, window_size=50)[0]
+                assert out.isfinite().all()
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_second_level_sum(self, head_dim: int) -> None:
@@ -278,10 +295,12 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("config", ["default,pv=fp8", "default", "hopper", "default,high=none"])
     def test_several_blocks_a_program(self, config: str) -> None:
-        """More than three rounds over the SMs, with rows of no and of few keys among them."""
-        q, k, v = random_qkv(3, (21, 7), (1000, 1000), 128, device=DEVICE)
+        """More than three rounds over the SMs, with rows of no and of few keys among them; three
+        warpgroups without and with an idle one."""
         ends = torch.tensor([1000, 0, 333], dtype=torch.int32, device=DEVICE)
-        check(q, k, v, config, is_causal=True, kv_len=ends)
+        for heads, dim in (((21, 7), 128), ((21, 7), 64), ((28, 7), 64)):
+            q, k, v = random_qkv(3, heads, (1000, 1000), dim, device=DEVICE)
+            check(q, k, v, config, is_causal=True, kv_len=ends)
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("config", CONFIGS)
@@ -306,10 +325,17 @@ class TestOnHopper:
             inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
             out = attend(*inside, config, is_causal=True)
             assert torch.equal(out[0], ref[0]) and torch.equal(out[1], ref[1])
+            odd = torch.empty(2, 4, 300, 131, dtype=q.dtype, device=DEVICE)[..., :128]
             with use_hopper():
                 kv = prepare_kv(k, v, DMAConfig.parse(config))
                 out = dma_attention_prepared(q, kv, is_causal=True, return_lse=True)
-            assert torch.equal(out[0], ref[0]) and torch.equal(out[1], ref[1])
+                assert torch.equal(out[0], ref[0]) and torch.equal(out[1], ref[1])
+                alone = dma_attention_prepared(q, kv, is_causal=True, out=odd)  # not by TMA
+                assert torch.equal(alone, ref[0])
+                moved = torch.cat([q[..., :1], q], -1)[..., 1:]  # an address that TMA cannot read
+                assert torch.equal(dma_attention_prepared(moved, kv, is_causal=True), ref[0])
+                negative = dma_attention_prepared(-q, kv, is_causal=True, scale=-(128**-0.5))
+                assert torch.equal(negative, ref[0])
 
     def test_graph_capture(self) -> None:
         q, k, v = random_qkv(1, (4, 2), (300, 300), 128, device=DEVICE)

@@ -12,7 +12,7 @@ from ..device import device_guard, use_triton
 from ..quant.rows import Rows
 from . import reference
 from . import validate as check
-from .prepare import folded_queries, prepare
+from .prepare import folded_queries, has_raw, prepare
 from .types import CallOptions, PreparedKV, mask_floor
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -51,7 +51,8 @@ def dma_attention(
         tensor_layout: "HND" or "NHD"; the output has q's.
         return_lse: Also return the natural-log LSE of the unsmoothed scaled logits, float32
             (B, H_q, S_q); -inf for a query without visible keys, whose output is 0.
-        out: Tensor to write the result to; it must not share memory with k or v.
+        out: Tensor to write the result to; it must not share memory with k or v, nor with q where
+            a class is "none", unless it is q itself.
         impl: "reference" (PyTorch), "triton" or "auto" (Triton on a GPU, PyTorch on a CPU).
 
     Keys that no query can see are never read. NaN or Inf in V at a key that some query of a block
@@ -70,7 +71,8 @@ def dma_attention(
     x, k4, v4 = (_hnd(t, tensor_layout) for t in (q, k, v))
     check.check_kv(k4, v4)
     call = check_call(x, k4.shape, is_causal, scale, window_size, return_lse)
-    result = _result(q, (*x.shape[:3], v.shape[3]), tensor_layout, out, {"k": k, "v": v})
+    read = {"k": k, "v": v, "q": q if has_raw(config) else None}
+    result = _result(q, (*x.shape[:3], v.shape[3]), tensor_layout, out, read)
     kv = prepare_kv(
         k,
         v,
@@ -139,7 +141,7 @@ def dma_attention_prepared(
         raise ValueError(f"q: expected the device of k and v, {prepared.device}, got {q.device}")
     x = _hnd(q, layout)
     call = check_call(x, prepared.shape, is_causal, scale, window_size, return_lse)
-    read = {"k": prepared.k, "v": prepared.v}
+    read = {"k": prepared.k, "v": prepared.v, "q": q if has_raw(prepared.config) else None}
     result = _result(q, (*x.shape[:3], prepared.shape[4]), layout, out, read)
     return _run(x, prepared, call, result, impl)
 
@@ -213,7 +215,8 @@ def masked_attention(
     shape = (*q.shape[:3], k.shape[2])
     mask = check.check_attn_mask(attn_mask, shape, q.device)
     call = replace(call, mask=mask, top_left=top_left_causal)
-    result = _result(q, (*q.shape[:3], v.shape[3]), "HND", out, {"k": k, "v": v})
+    read = {"k": k, "v": v, "q": q if has_raw(config) else None}
+    result = _result(q, (*q.shape[:3], v.shape[3]), "HND", out, read)
     if valid is None and attn_mask is not None:
         valid = visible_keys(attn_mask, shape)
     with device_guard(q.device):

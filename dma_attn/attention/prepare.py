@@ -63,7 +63,7 @@ def prepare(
         mean=mean,
         high=high_copy,
         low=low_copy,
-        k=k if _has_raw(config) else None,
+        k=k if has_raw(config) else None,
         v=v,
         v_scale=v_scale,
         tensor_layout=tensor_layout,
@@ -86,7 +86,7 @@ def prepare_folded(
         mean=folded.mean,
         high=None,
         low=None,
-        k=k if _has_raw(config) else None,
+        k=k if has_raw(config) else None,
         v=v if folded.v is None else folded.v,
         v_scale=folded.v_scale,
         folded=(folded.codes, folded.scales),
@@ -119,7 +119,7 @@ def folded_queries(
     raw = None
     if kv.k is not None:
         raw = q if scale >= 0 else -q
-        raw = raw if fits_tma(raw) else raw.contiguous()
+        raw = raw if fits_tma(raw) else raw.clone(memory_format=torch.contiguous_format)
     spans = class_spans(kv.config, query=True)
     mean = kv.mean if want_shift or raw is not None else None
     codes = fold_q(q, *spans, kv.rows.length, kv.shape[2], kv.config, scale, mean)
@@ -154,7 +154,7 @@ def has_high(canonical: DMAConfig) -> bool:
     return bool(canonical.diag or canonical.sink)
 
 
-def _has_raw(config: DMAConfig) -> bool:
+def has_raw(config: DMAConfig) -> bool:
     """True when there are tiles of 16-bit Q and K."""
     canonical = config.canonical()
     return canonical.low == "none" or (canonical.high == "none" and has_high(canonical))

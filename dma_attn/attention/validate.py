@@ -142,7 +142,7 @@ def check_out(
     """out: the result's shape, dtype and device, no element twice, none that a kernel still reads.
 
     Args:
-        read: Operands, by name, that are read while out is written.
+        read: Operands, by name, that are read while out is written; out may be q itself.
     """
     if out is None:
         return
@@ -156,10 +156,15 @@ def check_out(
     if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
         raise ValueError(f"out: expected distinct elements, got strides {out.stride()}")
     for name, x in read.items():
-        if x is not None and x.numel() and out.numel():
+        same = name == "q" and x is not None and _place(x) == _place(out)
+        if x is not None and not same and x.numel() and out.numel():
             (a, b), (c, d) = _extent(out), _extent(x)
             if a < d and c < b:
                 raise ValueError(f"out: expected memory apart from {name}, got an overlap")
+
+
+def _place(x: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return x.data_ptr(), x.shape, x.stride()
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
