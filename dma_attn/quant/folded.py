@@ -27,6 +27,7 @@ from .jit import abs_bits, constant, item, rotation_norm, scale_kind, sequence
 from .kernels import Strided, common, program_ids
 
 STATISTICS_ROWS = 256
+KEY_TILES = 1  # tiles of K, or of V, to a program
 QUERY_TILES = 8  # tiles of Q to a program, which fetches the Hadamard matrix once
 
 
@@ -135,31 +136,34 @@ def _fold_v_rows(v, codes_ptr, scale_ptr, b, h, begin, length, plane, n_tiles, T
 
 @triton.jit(do_not_specialize=["n_tiles", "planes", "H", "S"])
 def _fold_kv_kernel(k, v, length_ptr, mean_ptr, hadamard_ptr, codes_ptr, scales_ptr, v_codes_ptr,
-                    v_scale_ptr, n_tiles, planes, H, S, T: tl.constexpr, D: tl.constexpr,
-                    DV: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
-    """Programs take tiles of K, then (with FP8 V) tiles of V."""
-    is_v = tl.program_id(0) >= n_tiles * planes
-    plane = (tl.program_id(0) // n_tiles % planes).to(tl.int64)
-    tile = tl.program_id(0) % n_tiles
+                    v_scale_ptr, n_tiles, planes, H, S, T: tl.constexpr, TILES: tl.constexpr,
+                    D: tl.constexpr, DV: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
+    """Programs take TILES tiles of K, then (with FP8 V) of V."""
+    groups = tl.cdiv(n_tiles, TILES)
+    is_v = tl.program_id(0) >= groups * planes
+    plane = (tl.program_id(0) // groups % planes).to(tl.int64)
+    group = tl.program_id(0) % groups
     b = plane // H
     h = plane % H
-    begin = tile.to(tl.int64) * T
     _, length = sequence(b, None, length_ptr, S, S)
-    if begin >= length:
-        return
+    count = tl.minimum(TILES, tl.cdiv(length, T) - group * TILES)
     if is_v:
         if v_codes_ptr is not None:
-            _fold_v_rows(v, v_codes_ptr, v_scale_ptr, b, h, begin, length, plane,
-                         n_tiles.to(tl.int64), T, DV)
-    else:
-        rows = begin + tl.arange(0, T)
-        mask_t = rows < length
+            for i in range(0, count):
+                begin = (group * TILES + i).to(tl.int64) * T
+                _fold_v_rows(v, v_codes_ptr, v_scale_ptr, b, h, begin, length, plane,
+                             n_tiles.to(tl.int64), T, DV)
+    elif count > 0:
         mean = tl.zeros([D], tl.float32)
         if mean_ptr is not None:
             mean = tl.load(mean_ptr + plane * D + tl.arange(0, D))
         matrix = None if hadamard_ptr is None else _hadamard_tile(hadamard_ptr, D)
-        _fold_rows(_load_tile(k, b, h, rows, mask_t, D), mean, mask_t, 1.0, matrix, codes_ptr,
-                   scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH, LOW, False)
+        for i in range(0, count):
+            tile = group * TILES + i
+            rows = tile.to(tl.int64) * T + tl.arange(0, T)
+            mask_t = rows < length
+            _fold_rows(_load_tile(k, b, h, rows, mask_t, D), mean, mask_t, 1.0, matrix, codes_ptr,
+                       scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH, LOW, False)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "planes", "H", "GROUP", "S", "S_KV", "scale"])
@@ -304,7 +308,7 @@ def fold_kv(
     codes = empty(classes, batch, heads, n_tiles * TILE, head_dim, dtype=torch.uint8)
     scales = empty(classes, batch, heads, n_tiles)
     v_codes = empty(batch, heads, value_dim, n_tiles * TILE, dtype=torch.uint8) if fp8 else None
-    _fold_kv_kernel[(n_tiles * planes * (1 + fp8),)](
+    _fold_kv_kernel[(-(-n_tiles // KEY_TILES) * planes * (1 + fp8),)](
         k_arg,
         v_arg,
         length,
@@ -319,6 +323,7 @@ def fold_kv(
         heads,
         size,
         T=TILE,
+        TILES=KEY_TILES,
         D=head_dim,
         DV=value_dim,
         HIGH=_class_spec(high, config.scale_rule),
