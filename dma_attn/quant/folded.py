@@ -329,6 +329,7 @@ def fold_kv(
         HIGH=_class_spec(high, config.scale_rule),
         LOW=_class_spec(low, config.scale_rule),
         num_warps=8 * classes,
+        num_stages=KEY_TILES,
     )
     return FoldedKV(codes, scales, mean, v_codes, v_scale)
 
