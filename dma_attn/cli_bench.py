@@ -195,7 +195,8 @@ def table(
     files: Annotated[list[Path], typer.Argument(help="CSV files of earlier runs.")],
     out: Annotated[Path | None, typer.Option(help="Markdown file to write instead.")] = None,
 ) -> None:
-    """Print CSV files as Markdown, for docs/results.md.
+    """Print CSV files as Markdown. A file that is written shows what `dma-attn bench figures` left
+    in a folder `figures` beside it.
 
     Example: dma-attn bench table benchmarks/results/h200/prefill.csv --out docs/results.md
     """
@@ -208,8 +209,11 @@ def table(
             typer.echo(section)
         return
     command = shlex.join(["dma-attn", "bench", "table", *map(str, files), "--out", str(out)])
+    drawn = sorted((out.parent / "figures").glob("*.svg"))
+    shown = [f"![{path.stem}](figures/{path.name})\n" for path in drawn]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("\n".join(["# Results\n", f"Made by `{command}`.\n", *sections]), "utf-8")
+    lines = ["# Results\n", f"Made by `{command}`.\n", *shown, *sections]
+    out.write_text("\n".join(lines), "utf-8")
 
 
 @app.command()

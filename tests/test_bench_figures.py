@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -118,6 +119,18 @@ def test_the_committed_results_are_what_the_command_makes(
     command = shlex.split(committed.split("`")[1])
     assert command[:3] == ["dma-attn", "bench", "table"] and command[-2:] == ["--out",
                                                                              "docs/results.md"]
+    if Path("docs/figures").is_dir():
+        shutil.copytree("docs/figures", tmp_path / "figures")
     assert main([*command[1:-1], str(tmp_path / "results.md")]) == 0
     made = (tmp_path / "results.md").read_text("utf-8")
     assert made.split("\n", 3)[3] == committed.split("\n", 3)[3]
+
+
+def test_written_results_show_the_figures_beside_them(tmp_path: Path) -> None:
+    results = tmp_path / "prefill.csv"
+    row = Row(workload(8192), "hopper", KERNEL, Timing(1.0, 0.0, None), 0.01)
+    write_csv(results, {}, PREFILL_COLUMNS, prefill_cells([row]))
+    assert main(["bench", "figures", str(results), "--out", str(tmp_path / "figures")]) == 0
+    assert main(["bench", "table", str(results), "--out", str(tmp_path / "results.md")]) == 0
+    text = (tmp_path / "results.md").read_text("utf-8")
+    assert "![limits_d128](figures/limits_d128.svg)" in text
