@@ -102,21 +102,34 @@ def quant(
     seconds: SecondsOption = 0.05,
     out: OutOption = RESULTS,
 ) -> None:
-    """The quantisers: the Hopper pre-pass against a device copy, fused against unfused.
+    """The quantisers: the Hopper pre-pass against a device copy, fused against unfused. Exit code 1
+    when a speed that the project aims at is missed.
 
     Example: dma-attn bench quant --length 8192
     """
-    from .bench.quantise import measure_fold, measure_fusion
-    from .bench.results import QUANT_COLUMNS, quant_cells, write_csv
+    from .bench.quantise import judge_quant, measure_fold, measure_fusion
+    from .bench.results import (
+        QUANT_CLAIM_COLUMNS,
+        QUANT_COLUMNS,
+        quant_cells,
+        quant_claim_cells,
+        write_csv,
+    )
 
     facts = _facts()
-    fold = [row for n in length or [8192, 16384, 32768] for row in measure_fold(n, rounds=rounds,
-                                                                            seconds=seconds)]
+    fold = [row for n in length or [8192, 16384, 32768] for config in ("default,pv=fp8", "hopper")
+            for row in measure_fold(n, config, rounds=rounds, seconds=seconds)]
     fusion = [row for n in length or [2048, 8192] for row in measure_fusion(n, rounds=rounds,
                                                                             seconds=seconds)]
     for name, rows in (("fold", fold), ("fusion", fusion)):
         write_csv(out / f"quant_{name}.csv", facts, QUANT_COLUMNS, quant_cells(rows))
         _table(f"Quantiser: {name}", QUANT_COLUMNS, quant_cells(rows))
+    verdicts = judge_quant(fold, fusion)
+    cells = quant_claim_cells(verdicts)
+    write_csv(out / "quant_claims.csv", facts, QUANT_CLAIM_COLUMNS, cells)
+    _table("Aims", QUANT_CLAIM_COLUMNS, cells)
+    if not all(verdict.holds for verdict in verdicts):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -34,17 +34,19 @@ from dma_attn.bench.prefill import (
     judge,
     measure,
 )
-from dma_attn.bench.quantise import measure_fold
+from dma_attn.bench.quantise import COPY, QuantRow, judge_quant, measure_fold
 from dma_attn.bench.results import (
     CLAIM_COLUMNS,
     COMPILE_COLUMNS,
     ERROR_COLUMNS,
     PREFILL_COLUMNS,
+    QUANT_CLAIM_COLUMNS,
     claim_cells,
     compile_cells,
     error_cells,
     markdown,
     prefill_cells,
+    quant_claim_cells,
     read_csv,
     write_csv,
 )
@@ -355,6 +357,19 @@ def test_bad_command_lines(
 ) -> None:
     assert main(["bench", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_quantiser_aims() -> None:
+    def row(length: int, candidate: str, ms: float, size: int = 1, share: float = 1.0) -> QuantRow:
+        return QuantRow(length, candidate, Timing(ms, 0.0, None), size, share)
+
+    fold = [row(8192, COPY, 1.0, 67_000_000), row(8192, "fold hopper", 1.0, share=0.9),
+            row(16384, COPY, 1.0, 134_000_000), row(16384, "fold hopper", 1.0, share=0.7)]
+    fusion = [row(2048, name, ms) for name, ms in (("fused", 1.0), ("eager", 12.0),
+                                                   ("torch.compile", 1.9), (COPY, 0.1))]
+    verdicts = judge_quant(fold, fusion)
+    assert [(v.length, v.holds) for v in verdicts] == [(16384, False), (2048, True), (2048, False)]
+    assert len(quant_claim_cells(verdicts)[0]) == len(QUANT_CLAIM_COLUMNS)
 
 
 def test_first_calls_are_bounded() -> None:

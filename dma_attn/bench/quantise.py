@@ -6,7 +6,7 @@ The yardstick is a device copy in the same run. Buffers rotate through more than
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from .. import quantize_pair
 from ..attention.prepare import class_spans
 from ..config import DMAConfig
 from .timing import L2_BYTES, Candidate, Timing, time_candidates
+
+COPY = "device copy"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,37 @@ class QuantRow:
         return self.bytes / self.timing.ms / 1e6
 
 
+@dataclass(frozen=True)
+class QuantVerdict:
+    """An aim at one length: the ratio reached and the least that counts."""
+
+    length: int
+    aim: str
+    ratio: float
+    must: float
+
+    @property
+    def holds(self) -> bool:
+        """True when the must is reached."""
+        return self.ratio >= self.must
+
+
+def judge_quant(fold: Sequence[QuantRow], fusion: Sequence[QuantRow]) -> list[QuantVerdict]:
+    """The pre-pass of 64 MB and more against a device copy, fused against unfused quantisation."""
+    verdicts = []
+    copied = {row.length: row.bytes for row in fold if row.candidate == COPY}
+    for row in fold:
+        if row.candidate != COPY and copied[row.length] // 2 >= 64e6:
+            verdicts.append(QuantVerdict(row.length, f"{row.candidate}: share of a copy's "
+                                         "bandwidth", row.share, 0.75))
+    for length in dict.fromkeys(row.length for row in fusion):
+        ms = {row.candidate: row.timing.ms for row in fusion if row.length == length}
+        for other, must in (("eager", 10.0), ("torch.compile", 2.0)):
+            verdicts.append(QuantVerdict(length, f"fused: times as fast as {other}",
+                                         ms[other] / ms["fused"], must))
+    return verdicts
+
+
 def measure_fold(
     length: int, config: str = "default,pv=fp8", heads: int = 8, head_dim: int = 128,
     rounds: int = 5, seconds: float = 0.05,
@@ -49,7 +82,7 @@ def measure_fold(
     copies = [torch.empty_like(x) for x in buffers]
     fp8 = parsed.pv == "fp8"
     moved = {
-        "device copy": 8 * size,
+        COPY: 8 * size,
         f"fold {config}": size * ((2 if parsed.smooth_k else 0) + 2 + classes
                                   + ((2 + 2 + 1) if fp8 else 0)),
     }
@@ -61,7 +94,7 @@ def measure_fold(
         return lambda: target.copy_(source)
 
     candidates = [
-        Candidate("device copy", [copy(a, b) for a, b in zip(buffers, copies, strict=True)]),
+        Candidate(COPY, [copy(a, b) for a, b in zip(buffers, copies, strict=True)]),
         Candidate(f"fold {config}", [fold(x) for x in buffers]),
     ]
     return _rows(length, time_candidates(candidates, rounds, seconds), moved)
@@ -85,19 +118,19 @@ def measure_fusion(
         Candidate("fused", [fused], graph=False),
         Candidate("eager", [eager], graph=False),
         Candidate("torch.compile", [torch.compile(eager)], graph=False),
-        Candidate("device copy", [x.clone], graph=False),
+        Candidate(COPY, [x.clone], graph=False),
     ]
     size = heads * length * head_dim
     both = round(size * (2 + 1 + 0.5 + 3 / 32 + 4 / head_dim))
     moved = dict.fromkeys(("fused", "eager", "torch.compile"), both)
-    moved["device copy"] = 4 * size
+    moved[COPY] = 4 * size
     return _rows(length, time_candidates(candidates, rounds, seconds), moved)
 
 
 def _rows(length: int, timings: dict[str, Timing], moved: dict[str, int]) -> list[QuantRow]:
     speed = {name: moved[name] / timing.ms for name, timing in timings.items()}
     return [
-        QuantRow(length, name, timing, moved[name], speed[name] / speed["device copy"])
+        QuantRow(length, name, timing, moved[name], speed[name] / speed[COPY])
         for name, timing in timings.items()
     ]
 

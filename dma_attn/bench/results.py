@@ -9,11 +9,12 @@ from pathlib import Path
 from .compile import CompileRow
 from .error import ErrorRow
 from .prefill import Row, Verdict
-from .quantise import QuantRow
+from .quantise import QuantRow, QuantVerdict
 
 PREFILL_COLUMNS = ("workload", "candidate", "kind", "ms", "spread_percent", "tflops", "error",
                    "clock_mhz")
 CLAIM_COLUMNS = ("workload", "candidate", "kind", "against", "ratio", "must", "target", "holds")
+QUANT_CLAIM_COLUMNS = ("length", "aim", "ratio", "must", "holds")
 QUANT_COLUMNS = ("length", "candidate", "ms", "spread_percent", "gb_per_s", "share_of_copy")
 ERROR_COLUMNS = ("layer", "candidate", "error")
 COMPILE_COLUMNS = ("head_dim", "config", "seconds", "kernels_first_call", "kernels_all_calls")
@@ -44,6 +45,14 @@ def quant_cells(rows: Iterable[QuantRow]) -> list[list[str]]:
         [str(r.length), r.candidate, f"{r.timing.ms:.4f}", f"{100 * r.timing.spread:.1f}",
          f"{r.gbytes_per_s:.0f}", f"{r.share:.3f}"]
         for r in rows
+    ]
+
+
+def quant_claim_cells(verdicts: Iterable[QuantVerdict]) -> list[list[str]]:
+    """One line an aim at a length, in the order of `QUANT_CLAIM_COLUMNS`."""
+    return [
+        [str(v.length), v.aim, f"{v.ratio:.3f}", f"{v.must:.2f}", "yes" if v.holds else "no"]
+        for v in verdicts
     ]
 
 
