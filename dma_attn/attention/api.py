@@ -67,6 +67,7 @@ def dma_attention(
         RuntimeError: the Triton path was chosen and this device cannot run it.
     """
     check.check_layout(tensor_layout)
+    check.check_config(config)
     check.check_tensors({"q": q, "k": k, "v": v}, 4, check.DIMS[tensor_layout])
     x, k4, v4 = (_hnd(t, tensor_layout) for t in (q, k, v))
     check.check_kv(k4, v4)
