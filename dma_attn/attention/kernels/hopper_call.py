@@ -46,8 +46,9 @@ def run(
     window, diag, sink = widths(kv.config, call, n_q, n_kv)
     blocks = codes.shape[3] // TILE
     group = heads // kv_heads
-    spare = head_dim == value_dim == 64 and raw is None and call.window == 0  # registers
-    warpgroups = 3 if spare and group > 2 else 2
+    # A third warpgroup has fewer registers, and wants halves of at least two heads
+    light = head_dim == value_dim == 64 and raw is None and call.window == 0
+    warpgroups = 3 if light and group > 2 else 2
     work = blocks * batch * kv_heads * -(-2 * group // warpgroups)
     programs = min(work, processor_count(out.device))
     if fp8:

@@ -111,7 +111,7 @@ def matrix(tile):
 @gluon.jit
 def value_tile(v_smem, stage, begin, limits, SPEC: gl.constexpr):
     """(128 keys, DV) of V. Keys before every query's window, and keys beyond the length, become
-    zeros: their P is zero, but zero times NaN is not. Both warpgroups write the same bytes."""
+    zeros: their P is zero, but zero times NaN is not. All warpgroups write the same bytes."""
     window, kv_len, seen_lo, common_lo, common_hi = limits
     tile = matrix(v_smem.index(stage))
     if SPEC.WINDOW or SPEC.TAIL:

@@ -1,0 +1,217 @@
+"""Kernels that make the operands of the Hopper kernel: statistics of K and V, folds of K, V and Q.
+
+`quant.folded` launches them and says what they make; `fold_jit` holds the arithmetic of formats.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .fold_jit import INTERPRETED, e4m3_code, fold, in_format, int8_codes, reciprocal
+from .jit import abs_bits, constant, item, rotation_norm, scale_kind, sequence
+from .kernels import common, program_ids
+
+
+@triton.jit
+def _store_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T: tl.constexpr,
+                 D: tl.constexpr, CLASS: tl.constexpr, BY_ROW: tl.constexpr):
+    FORMAT: tl.constexpr = item(CLASS, 0)
+    RULE: tl.constexpr = item(CLASS, 1)
+    SPAN: tl.constexpr = item(CLASS, 2)
+    if scale_kind(FORMAT) == "fp32":
+        codes, scale = int8_codes(x, gain, SPAN)
+    else:
+        elements, scale, largest, bad = in_format(x, gain, FORMAT, RULE, SPAN, T, D)
+        codes, scale = fold(elements, scale, largest, bad, BY_ROW, T, D)
+    at_tile = (c * planes + plane) * n_tiles + tile
+    rows = at_tile * T + tl.arange(0, T)
+    tl.store(codes_ptr + rows[:, None] * D + tl.arange(0, D)[None, :],
+             codes.to(tl.uint8, bitcast=True))
+    if BY_ROW:
+        tl.store(scales_ptr + rows, scale)
+    else:
+        tl.store(scales_ptr + at_tile, common(scale))
+
+
+@triton.jit
+def _load_tile(x, b, h, rows, mask_t, D: tl.constexpr):
+    """Rows of a strided 16-bit operand, (T, D); zeros where mask_t is False."""
+    at = rows[:, None] * x.strides[2] + tl.arange(0, D).to(tl.int64)[None, :] * x.strides[3]
+    return tl.load(x.ptr + b * x.strides[0] + h * x.strides[1] + at, mask=mask_t[:, None],
+                   other=0.0)
+
+
+@triton.jit
+def _hadamard_tile(hadamard_ptr, D: tl.constexpr):
+    offs_d = tl.arange(0, D)
+    return tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
+
+
+@triton.jit
+def _rotated(raw, matrix, D: tl.constexpr):
+    """raw (T, D) times the matrix of +-1 entries; tensor cores add exact products.
+
+    The matrix holds its columns in such an order that a thread, with columns 8 j + 2 t + (0, 1) of
+    the product for all j, has D / 4 consecutive dims: the blocks of a row need no shuffles.
+    """
+    T: tl.constexpr = raw.shape[0]
+    if INTERPRETED:  # its 16-bit product is wrong
+        raw, matrix = raw.to(tl.float32), matrix.to(tl.float32)
+    y = tl.dot(raw, matrix, input_precision="ieee")
+    return y.reshape(T, D // 8, 4, 2).permute(0, 2, 1, 3).reshape(T, D)
+
+
+@triton.jit
+def _fold_rows(raw, mean, mask_t, sign, matrix, codes_ptr, scales_ptr, plane, planes, tile,
+               n_tiles, T: tl.constexpr, D: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
+               QUERY: tl.constexpr):
+    """A tile of K (minus the rotated mean (D,)) or Q in each class."""
+    if matrix is None:
+        y = raw.to(tl.float32)
+        gain = tl.zeros([], tl.float32) + sign
+    else:
+        y = _rotated(raw, matrix, D)
+        gain = rotation_norm(D) * sign
+    if not QUERY:
+        y = tl.where(mask_t[:, None], y * gain - mean[None, :], 0.0)
+        gain = tl.zeros([], tl.float32) + 1.0
+    if HIGH is not None:
+        _store_class(y, gain, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH,
+                     QUERY)
+    _store_class(y, gain, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane, planes, tile,
+                 n_tiles, T, D, LOW, QUERY)
+
+
+@triton.jit
+def _fold_v_rows(v, codes_ptr, scale_ptr, b, h, begin, length, plane, n_tiles, T: tl.constexpr,
+                 D: tl.constexpr):
+    """128 keys of V -> E4M3 codes (Dv, 128), keys permuted in groups of 16."""
+    j = tl.arange(0, T)
+    rows = begin + (j & -16) + (j & 1) + 4 * (j & 2) + ((j & 12) >> 1)
+    x = _load_tile(v, b, h, rows, rows < length, D).to(tl.float32)
+    offs_d = tl.arange(0, D)
+    scale = tl.load(scale_ptr + plane * D + offs_d)
+    x = tl.where(abs_bits(x) >= 0x7F800000, float("nan"), x * reciprocal(scale)[None, :])
+    codes = e4m3_code(x)
+    at = (plane * D + offs_d)[:, None] * (n_tiles * T) + (begin + j)[None, :]
+    tl.store(codes_ptr + at, tl.trans(codes))
+
+
+@triton.jit(do_not_specialize=["n_tiles", "planes", "H", "S"])
+def fold_kv_kernel(k, v, length_ptr, mean_ptr, hadamard_ptr, codes_ptr, scales_ptr, v_codes_ptr,
+                    v_scale_ptr, n_tiles, planes, H, S, T: tl.constexpr, TILES: tl.constexpr,
+                    D: tl.constexpr, DV: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
+    """Programs take TILES tiles of K, then (with FP8 V) of V."""
+    groups = tl.cdiv(n_tiles, TILES)
+    is_v = tl.program_id(0) >= groups * planes
+    plane = (tl.program_id(0) // groups % planes).to(tl.int64)
+    group = tl.program_id(0) % groups
+    b = plane // H
+    h = plane % H
+    _, length = sequence(b, None, length_ptr, S, S)
+    count = tl.minimum(TILES, tl.cdiv(length, T) - group * TILES)
+    if is_v:
+        if v_codes_ptr is not None:
+            for i in range(0, count):
+                begin = (group * TILES + i).to(tl.int64) * T
+                _fold_v_rows(v, v_codes_ptr, v_scale_ptr, b, h, begin, length, plane,
+                             n_tiles.to(tl.int64), T, DV)
+    elif count > 0:
+        mean = tl.zeros([D], tl.float32)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + plane * D + tl.arange(0, D))
+        matrix = None if hadamard_ptr is None else _hadamard_tile(hadamard_ptr, D)
+        for i in range(0, count):
+            tile = group * TILES + i
+            rows = tile.to(tl.int64) * T + tl.arange(0, T)
+            mask_t = rows < length
+            _fold_rows(_load_tile(k, b, h, rows, mask_t, D), mean, mask_t, 1.0, matrix, codes_ptr,
+                       scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH, LOW, False)
+
+
+@triton.jit(do_not_specialize=["n_tiles", "planes", "H", "GROUP", "S", "S_KV", "scale"])
+def fold_q_kernel(q, length_ptr, hadamard_ptr, codes_ptr, scales_ptr, shift_ptr, mean_ptr, n_tiles,
+                   planes, H, GROUP, S, S_KV, sign, scale, T: tl.constexpr, TILES: tl.constexpr,
+                   D: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
+    """Tiles of queries at absolute positions; shift (B, H, S) = scale * q . mean."""
+    group, b, h = program_ids(tl.cdiv(n_tiles, TILES), H)
+    _, kv_len = sequence(b, None, length_ptr, S_KV, S_KV)
+    matrix = None if hadamard_ptr is None else _hadamard_tile(hadamard_ptr, D)
+    plane = b * H + h
+    for i in range(0, tl.minimum(TILES, n_tiles - group * TILES)):
+        tile = group * TILES + i
+        rows = tile.to(tl.int64) * T - ((kv_len - S) & 127) + tl.arange(0, T)
+        mask_t = (rows >= 0) & (rows < S)
+        raw = _load_tile(q, b, h, rows, mask_t, D)
+        if shift_ptr is not None:
+            mean = tl.load(mean_ptr + (b * (H // GROUP) + h // GROUP) * D + tl.arange(0, D))
+            shift = tl.sum(raw.to(tl.float32) * mean[None, :], 1) * scale
+            tl.store(shift_ptr + plane * S + rows, shift, mask=mask_t)
+        _fold_rows(raw, None, mask_t, sign, matrix, codes_ptr, scales_ptr, plane, planes, tile,
+                   n_tiles, T, D, HIGH, LOW, True)
+
+
+@triton.jit(do_not_specialize=["n_blocks", "H", "S"])
+def statistics_kernel(k, v, length_ptr, hadamard_ptr, partial_ptr, count_ptr, mean_ptr,
+                       rotated_ptr, v_scale_ptr, n_blocks, H, S, ROWS: tl.constexpr,
+                       T: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
+    """Per channel of a head: mean of K over finite values, E4M3 scale of V.
+
+    Blocks of ROWS keys leave partial results; the last block of a head to finish combines them, in
+    an order that neither timing nor unused keys beyond the length change.
+    """
+    i_block, b, h = program_ids(n_blocks, H)
+    plane = b * H + h
+    _, length = sequence(b, None, length_ptr, S, S)
+    offs_d = tl.arange(0, D)
+    offs_v = tl.arange(0, DV)
+    WIDTH: tl.constexpr = 2 * D + DV
+    total = tl.zeros([T, D], tl.float32)
+    count = tl.zeros([T, D], tl.float32)
+    amax = tl.zeros([T, DV], tl.int32)
+    begin = i_block.to(tl.int64) * ROWS
+    for i in tl.range(0, ROWS, T, loop_unroll_factor=4):
+        rows = begin + i + tl.arange(0, T)
+        mask_t = rows < length
+        if mean_ptr is not None:
+            x = _load_tile(k, b, h, rows, mask_t, D).to(tl.float32)
+            finite = mask_t[:, None] & (abs_bits(x) < 0x7F800000)
+            total += tl.where(finite, x, 0.0)
+            count += tl.where(finite, 1.0, 0.0)
+        if v_scale_ptr is not None:
+            raw = abs_bits(_load_tile(v, b, h, rows, mask_t, DV).to(tl.float32))
+            amax = tl.maximum(amax, tl.where(raw < 0x7F800000, raw, 0))
+    at = partial_ptr + (plane * n_blocks + i_block) * WIDTH
+    tl.store(at + offs_d, tl.sum(total, 0))
+    tl.store(at + D + offs_d, tl.sum(count, 0))
+    tl.store(at + 2 * D + offs_v, tl.max(amax, 0).to(tl.float32, bitcast=True))
+    tl.debug_barrier()
+    finished = tl.atomic_add(count_ptr + plane, 1, sem="acq_rel")
+    if finished == n_blocks - 1:
+        at = partial_ptr + plane * n_blocks * WIDTH
+        used = tl.cdiv(length, ROWS)
+        total = tl.zeros([T, D], tl.float32)
+        count = tl.zeros([T, D], tl.float32)
+        amax = tl.zeros([T, DV], tl.int32)
+        for c in range(0, used, T):
+            chunk = c + tl.arange(0, T)
+            mask = (chunk < used)[:, None]
+            row = at + chunk[:, None] * WIDTH
+            total += tl.load(row + offs_d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            count += tl.load(row + D + offs_d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            amax = tl.maximum(amax, tl.load(row + 2 * D + offs_v[None, :], mask=mask, other=0.0,
+                                            cache_modifier=".cg").to(tl.int32, bitcast=True))
+        if mean_ptr is not None:
+            mean = tl.div_rn(tl.sum(total, 0), tl.maximum(tl.sum(count, 0), 1.0))
+            tl.store(mean_ptr + plane * D + offs_d, mean)
+            if hadamard_ptr is not None:
+                tl.debug_barrier()
+                signs = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
+                column = tl.load(mean_ptr + plane * D + offs_d)
+                rotated = tl.sum(column[:, None] * signs.to(tl.float32), 0)
+                dims = ((offs_d & 7) >> 1) * (D // 4) + (offs_d >> 3) * 2 + (offs_d & 1)
+                tl.store(rotated_ptr + plane * D + dims, rotated * rotation_norm(D))
+        if v_scale_ptr is not None:
+            scale = tl.max(amax, 0).to(tl.float32, bitcast=True) / constant("E4M3_MAX")
+            tl.store(v_scale_ptr + plane * DV + offs_v, tl.where(scale < 2.0**-100, 1.0, scale))
