@@ -1,8 +1,10 @@
 """Interleaved GPU timing: candidates take turns, so that clocks and heat meet them all alike.
 
-After `WARMUP` calls of each candidate every round times all of them, A B C A B C, each over enough
-calls to last `seconds`. Reported are the median over the rounds and the spread
-(maximum - minimum) / median. With `graph` a candidate's calls are captured once and replayed: what
+After `WARMUP` calls of each candidate every round times all of them, each over enough calls to last
+`seconds`. A GPU at its power limit lowers its clock tens of milliseconds after the load that caused
+it: half as many calls go before those that are timed, and every other round goes backwards, A B C
+C B A, so that no candidate always pays for the same neighbour. Reported are the median over the
+rounds and the spread (maximum - minimum) / median. With `graph` a candidate's calls are captured once and replayed: what
 the GPU needs, without the host's launch overhead.
 """
 
@@ -54,8 +56,10 @@ def time_candidates(
     prepared = [(c.name, *_prepare(c, seconds)) for c in candidates]
     times: dict[str, list[float]] = {name: [] for name, *_ in prepared}
     clocks: dict[str, list[int]] = {name: [] for name, *_ in prepared}
-    for _ in range(rounds):
-        for name, run, calls, repeats in prepared:
+    for i in range(rounds):
+        for name, run, calls, repeats in prepared[:: -1 if i % 2 else 1]:
+            for _ in range(repeats // 2):
+                run()
             elapsed, clock = _elapsed(run, repeats, _sm_clock)
             times[name].append(elapsed / (calls * repeats))
             if clock is not None:

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from ..device import interpreting
 from .jit import (
-    abs_bits,
     block,
     constant,
     decode_e4m3,
@@ -27,6 +26,17 @@ from .jit import (
 )
 
 INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def _wider(a, b):
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def max_abs(x, axis: tl.constexpr):
+    """Largest magnitude along an axis; NaN where there is one."""
+    return tl.reduce(x, axis, _wider)
 
 
 @triton.jit
@@ -165,9 +175,9 @@ def in_format(x, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.conste
     """
     BLOCK: tl.constexpr = block(FORMAT, D)
     blocks = x.reshape(T, D // BLOCK, BLOCK)
-    amax = tl.max(abs_bits(blocks), 2)
-    bad = tl.max(amax, 1) >= 0x7F800000
-    amax = tl.where(amax >= 0x7F800000, 0, amax).to(tl.float32, bitcast=True)
+    amax = max_abs(blocks, 2)
+    bad = ~(max_abs(amax, 1) < float("inf"))
+    amax = tl.where(amax < float("inf"), amax, 0.0)
     if FORMAT == "mxfp8" and RULE == "rceil":
         # A power of two that clips nothing: folding rounds the same mantissas, once
         elements, scale, largest = blocks, amax * 0.0 + gain, amax * tl.abs(gain)
@@ -182,14 +192,15 @@ def in_format(x, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.conste
 def int8_codes(x, gain, SPAN: tl.constexpr):
     """gain * x (T, D) fp32 -> int8 codes, fp32 scales (T,): NaN where a row, or another of its
     span, holds NaN or Inf, and the codes mean nothing."""
-    amax = tl.max(abs_bits(x), 1)
+    amax = max_abs(x, 1)
     if SPAN == "tile":
-        amax = tl.zeros_like(amax) + tl.max(amax, 0)
-    scale = amax.to(tl.float32, bitcast=True) * (tl.abs(gain) * (1.0 / element_max("int8")))
-    scale = tl.where(scale == 0.0, 1.0, scale)
+        amax = tl.zeros_like(amax) + max_abs(amax, 0)
+    scale = amax * (tl.abs(gain) * (1.0 / element_max("int8")))
+    # Zeros get a small scale: the kernel's integer trick rounds row maxima to 2^23 scales
+    scale = tl.where(scale == 0.0, 2.0**-60, scale)
     codes = x * (gain / scale)[:, None] + 12582912.0  # 1.5 * 2^23: rounds to the nearest integer
     codes = codes.to(tl.int32, bitcast=True).to(tl.int8)
-    return codes, tl.where(amax >= 0x7F800000, float("nan"), scale)
+    return codes, tl.where(amax < float("inf"), scale, float("nan"))
 
 
 @triton.jit

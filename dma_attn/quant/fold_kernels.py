@@ -43,6 +43,17 @@ def _load_tile(x, b, h, rows, mask_t, D: tl.constexpr):
 
 
 @triton.jit
+def _prefetch_rows(x, b, h, rows, length, D: tl.constexpr):
+    """Fetch rows of a 16-bit operand to L2, where its elements of a row lie side by side."""
+    if not INTERPRETED:
+        rows = tl.minimum(tl.maximum(rows, 0), length - 1)
+        at = rows[:, None] * x.strides[2] + tl.arange(0, D // 64)[None, :] * 64 * x.strides[3]
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
+                                  [x.ptr + b * x.strides[0] + h * x.strides[1] + at],
+                                  dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _hadamard_tile(hadamard_ptr, D: tl.constexpr):
     offs_d = tl.arange(0, D)
     return tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
@@ -53,13 +64,14 @@ def _rotated(raw, matrix, D: tl.constexpr):
     """raw (T, D) times the matrix of +-1 entries; tensor cores add exact products.
 
     The matrix holds its columns in such an order that a thread, with columns 8 j + 2 t + (0, 1) of
-    the product for all j, has D / 4 consecutive dims: the blocks of a row need no shuffles.
+    the product for all j, has 16 consecutive dims of each 64: an NVFP4 block, and 16 bytes beside
+    those of the next thread.
     """
     T: tl.constexpr = raw.shape[0]
     if INTERPRETED:  # its 16-bit product is wrong
         raw, matrix = raw.to(tl.float32), matrix.to(tl.float32)
     y = tl.dot(raw, matrix, input_precision="ieee")
-    return y.reshape(T, D // 8, 4, 2).permute(0, 2, 1, 3).reshape(T, D)
+    return y.reshape(T, D // 64, 8, 4, 2).permute(0, 1, 3, 2, 4).reshape(T, D)
 
 
 @triton.jit
@@ -144,6 +156,8 @@ def fold_q_kernel(q, length_ptr, hadamard_ptr, codes_ptr, scales_ptr, shift_ptr,
         rows = tile.to(tl.int64) * T - ((kv_len - S) & 127) + tl.arange(0, T)
         mask_t = (rows >= 0) & (rows < S)
         raw = _load_tile(q, b, h, rows, mask_t, D)
+        if i + 1 < TILES:
+            _prefetch_rows(q, b, h, rows + T, S, D)
         if shift_ptr is not None:
             mean = tl.load(mean_ptr + (b * (H // GROUP) + h // GROUP) * D + tl.arange(0, D))
             shift = tl.sum(raw.to(tl.float32) * mean[None, :], 1) * scale
@@ -152,21 +166,27 @@ def fold_q_kernel(q, length_ptr, hadamard_ptr, codes_ptr, scales_ptr, shift_ptr,
                    n_tiles, T, D, HIGH, LOW, True)
 
 
-@triton.jit(do_not_specialize=["n_blocks", "H", "S"])
-def statistics_kernel(k, v, length_ptr, hadamard_ptr, partial_ptr, count_ptr, mean_ptr,
-                       rotated_ptr, v_scale_ptr, n_blocks, H, S, ROWS: tl.constexpr,
-                       T: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
-    """Per channel of a head: mean of K over finite values, E4M3 scale of V.
+@triton.jit
+def _merged(total, count, amax, total_1, count_1, amax_1):
+    return total + total_1, count + count_1, tl.maximum(amax, amax_1)
 
-    Blocks of ROWS keys leave partial results; the last block of a head to finish combines them, in
-    an order that neither timing nor unused keys beyond the length change.
-    """
+
+@triton.jit
+def _column_statistics(total, count, amax):
+    """Columns of (T, D), (T, D), (T, DV): sums, sums and maxima."""
+    if total.shape[1] == amax.shape[1]:
+        return tl.reduce((total, count, amax), 0, _merged)  # one exchange between warps
+    else:
+        return tl.sum(total, 0), tl.sum(count, 0), tl.max(amax, 0)
+
+
+@triton.jit(do_not_specialize=["n_blocks", "H", "S"])
+def statistics_kernel(k, v, length_ptr, partial_ptr, n_blocks, H, S, MEAN: tl.constexpr,
+                      AMAX: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
+                      DV: tl.constexpr):
+    """Per channel of ROWS keys: sum and count of finite K (MEAN), largest finite |V| (AMAX)."""
     i_block, b, h = program_ids(n_blocks, H)
-    plane = b * H + h
     _, length = sequence(b, None, length_ptr, S, S)
-    offs_d = tl.arange(0, D)
-    offs_v = tl.arange(0, DV)
-    WIDTH: tl.constexpr = 2 * D + DV
     total = tl.zeros([T, D], tl.float32)
     count = tl.zeros([T, D], tl.float32)
     amax = tl.zeros([T, DV], tl.int32)
@@ -174,44 +194,57 @@ def statistics_kernel(k, v, length_ptr, hadamard_ptr, partial_ptr, count_ptr, me
     for i in tl.range(0, ROWS, T, loop_unroll_factor=4):
         rows = begin + i + tl.arange(0, T)
         mask_t = rows < length
-        if mean_ptr is not None:
+        if MEAN:
             x = _load_tile(k, b, h, rows, mask_t, D).to(tl.float32)
             finite = mask_t[:, None] & (abs_bits(x) < 0x7F800000)
             total += tl.where(finite, x, 0.0)
             count += tl.where(finite, 1.0, 0.0)
-        if v_scale_ptr is not None:
+        if AMAX:
             raw = abs_bits(_load_tile(v, b, h, rows, mask_t, DV).to(tl.float32))
             amax = tl.maximum(amax, tl.where(raw < 0x7F800000, raw, 0))
-    at = partial_ptr + (plane * n_blocks + i_block) * WIDTH
-    tl.store(at + offs_d, tl.sum(total, 0))
-    tl.store(at + D + offs_d, tl.sum(count, 0))
-    tl.store(at + 2 * D + offs_v, tl.max(amax, 0).to(tl.float32, bitcast=True))
-    tl.debug_barrier()
-    finished = tl.atomic_add(count_ptr + plane, 1, sem="acq_rel")
-    if finished == n_blocks - 1:
-        at = partial_ptr + plane * n_blocks * WIDTH
-        used = tl.cdiv(length, ROWS)
-        total = tl.zeros([T, D], tl.float32)
-        count = tl.zeros([T, D], tl.float32)
-        amax = tl.zeros([T, DV], tl.int32)
-        for c in range(0, used, T):
-            chunk = c + tl.arange(0, T)
-            mask = (chunk < used)[:, None]
-            row = at + chunk[:, None] * WIDTH
-            total += tl.load(row + offs_d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-            count += tl.load(row + D + offs_d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-            amax = tl.maximum(amax, tl.load(row + 2 * D + offs_v[None, :], mask=mask, other=0.0,
-                                            cache_modifier=".cg").to(tl.int32, bitcast=True))
-        if mean_ptr is not None:
-            mean = tl.div_rn(tl.sum(total, 0), tl.maximum(tl.sum(count, 0), 1.0))
-            tl.store(mean_ptr + plane * D + offs_d, mean)
-            if hadamard_ptr is not None:
-                tl.debug_barrier()
-                signs = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
-                column = tl.load(mean_ptr + plane * D + offs_d)
-                rotated = tl.sum(column[:, None] * signs.to(tl.float32), 0)
-                dims = ((offs_d & 7) >> 1) * (D // 4) + (offs_d >> 3) * 2 + (offs_d & 1)
-                tl.store(rotated_ptr + plane * D + dims, rotated * rotation_norm(D))
-        if v_scale_ptr is not None:
-            scale = tl.max(amax, 0).to(tl.float32, bitcast=True) / constant("E4M3_MAX")
-            tl.store(v_scale_ptr + plane * DV + offs_v, tl.where(scale < 2.0**-100, 1.0, scale))
+    sums, counts, maxima = _column_statistics(total, count, amax)
+    at = partial_ptr + ((b * H + h) * n_blocks + i_block) * (2 * D + DV)
+    tl.store(at + tl.arange(0, D), sums)
+    tl.store(at + D + tl.arange(0, D), counts)
+    tl.store(at + 2 * D + tl.arange(0, DV), maxima.to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["n_blocks", "H", "S"])
+def combine_kernel(partial_ptr, length_ptr, hadamard_ptr, mean_ptr, rotated_ptr, v_scale_ptr,
+                   n_blocks, H, S, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
+    """Per channel of a head: mean of K over finite values, as it is and rotated, E4M3 scale of V.
+
+    The order of the sum depends neither on timing nor on unused keys beyond the length.
+    """
+    plane = tl.program_id(0).to(tl.int64)
+    _, length = sequence(plane // H, None, length_ptr, S, S)
+    used = tl.cdiv(length, ROWS)
+    CHUNK: tl.constexpr = 64
+    WIDTH: tl.constexpr = 2 * D + DV
+    offs_d = tl.arange(0, D)
+    offs_v = tl.arange(0, DV)
+    ROTATED: tl.constexpr = mean_ptr is not None and hadamard_ptr is not None
+    if ROTATED:  # in flight beside the partial results
+        signs = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
+    total = tl.zeros([CHUNK, D], tl.float32)
+    count = tl.zeros([CHUNK, D], tl.float32)
+    amax = tl.zeros([CHUNK, DV], tl.int32)
+    for c in range(0, used, CHUNK):
+        block = c + tl.arange(0, CHUNK)
+        mask = (block < used)[:, None]
+        row = partial_ptr + (plane * n_blocks + block)[:, None] * WIDTH
+        total += tl.load(row + offs_d[None, :], mask=mask, other=0.0)
+        count += tl.load(row + D + offs_d[None, :], mask=mask, other=0.0)
+        amax = tl.maximum(amax, tl.load(row + 2 * D + offs_v[None, :], mask=mask,
+                                        other=0.0).to(tl.int32, bitcast=True))
+    sums, counts, maxima = _column_statistics(total, count, amax)
+    if mean_ptr is not None:
+        mean = tl.div_rn(sums, tl.maximum(counts, 1.0))
+        tl.store(mean_ptr + plane * D + offs_d, mean)
+        if ROTATED:
+            rotated = tl.sum(mean[:, None] * signs.to(tl.float32), 0)
+            dims = (offs_d & -64) + (offs_d & 6) * 8 + ((offs_d >> 2) & 14) + (offs_d & 1)
+            tl.store(rotated_ptr + plane * D + dims, rotated * rotation_norm(D))
+    if v_scale_ptr is not None:
+        scale = maxima.to(tl.float32, bitcast=True) / constant("E4M3_MAX")
+        tl.store(v_scale_ptr + plane * DV + offs_v, tl.where(scale < 2.0**-100, 1.0, scale))

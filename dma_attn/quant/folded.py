@@ -20,10 +20,10 @@ import torch
 from ..config import DMAConfig
 from ..formats import BlockFormat
 from ..schedule import TILE, tile_count
-from .fold_kernels import fold_kv_kernel, fold_q_kernel, statistics_kernel
+from .fold_kernels import combine_kernel, fold_kv_kernel, fold_q_kernel, statistics_kernel
 from .kernels import Strided
 
-STATISTICS_ROWS = 256
+STATISTICS_ROWS = 128  # keys to a program
 KEY_TILES = 1  # tiles of K, or of V, to a program
 QUERY_TILES = 8  # tiles of Q to a program, which fetches the Hadamard matrix once
 
@@ -78,13 +78,27 @@ def fold_kv(
         n_blocks = -(-size // STATISTICS_ROWS)
         if mean is not None and matrix is not None:
             rotated = torch.empty_like(mean)
+        partial = empty(planes, n_blocks, 2 * head_dim + value_dim)
         statistics_kernel[(n_blocks * planes,)](
             k_arg,
             v_arg,
             length,
+            partial,
+            n_blocks,
+            heads,
+            size,
+            MEAN=mean is not None,
+            AMAX=fp8,
+            ROWS=STATISTICS_ROWS,
+            T=8,
+            D=head_dim,
+            DV=value_dim,
+            num_warps=4,
+        )
+        combine_kernel[(planes,)](
+            partial,
+            length,
             matrix,
-            empty(planes * n_blocks * (2 * head_dim + value_dim)),
-            torch.zeros(planes, dtype=torch.int32, device=k.device),
             mean,
             rotated,
             v_scale,
@@ -92,7 +106,6 @@ def fold_kv(
             heads,
             size,
             ROWS=STATISTICS_ROWS,
-            T=16,
             D=head_dim,
             DV=value_dim,
             num_warps=8,
@@ -121,7 +134,8 @@ def fold_kv(
         DV=value_dim,
         HIGH=_class_spec(high, config.scale_rule),
         LOW=_class_spec(low, config.scale_rule),
-        num_warps=8 * classes,
+        num_warps=8,
+        maxnreg=128,
         num_stages=KEY_TILES,
     )
     return FoldedKV(codes, scales, mean, v_codes, v_scale)
@@ -178,6 +192,8 @@ def fold_q(
         HIGH=_class_spec(high, config.scale_rule),
         LOW=_class_spec(low, config.scale_rule),
         num_warps=rows // 16,
+        num_stages=1 if classes == 2 else 3,
+        maxnreg=128,
     )
     return codes, scales, shift
 
@@ -188,7 +204,7 @@ def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    columns = torch.arange(size).view(4, size // 8, 2).transpose(0, 1).flatten()
+    columns = torch.arange(size).view(size // 64, 4, 8, 2).transpose(1, 2).flatten()
     return matrix[:, columns].to(device, dtype)
 
 

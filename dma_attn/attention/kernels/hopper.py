@@ -35,10 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ... import formats
-from .hopper_blocks import block_of, half_of, tile_class
+from .hopper_blocks import block_of, slot, tile_class
 from .hopper_step import (
-    LOG_STAGES,
-    STAGES,
     add_sums,
     coded_keys,
     first_scores,
@@ -62,46 +60,54 @@ def _producer(args, SPEC: gl.constexpr):
     """Fetch each block's Q, then K, its tile scale and V, tile by tile."""
     descs, smem, bars, q_scale_ptr, k_scale_ptr, rounds, shape, inputs, masks, n_tiles = args
     CLASSES: gl.constexpr = SPEC.CLASSES
-    WARPGROUPS: gl.constexpr = SPEC.WARPGROUPS
     q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc = descs
     q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
-    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    lanes = gl.arange(0, 64, LANES)
+    PAIR: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    BLOCK: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     done = 0
     blocks = 0
     for round in range(rounds):
         n, first, block, planes, rows, limits, ranges = block_of(round, shape, inputs, masks, SPEC)
-        k_plane, b, h, unit = planes
+        q_plane, k_plane, b, h = planes
         if n > 0:
-            mbarrier.wait(q_empty, (blocks & 1) ^ 1)
+            # Scales first: their latency passes while the slot is waited for
+            low_plane = (CLASSES - 1) * k_planes * GROUP + q_plane
+            row = block * 128 + gl.arange(0, 128, BLOCK)
+            scale = gl.load(q_scale_ptr + q_plane.to(gl.int64) * (n_blocks * 128) + row)
+            low_scale = scale
+            if CLASSES == 2:
+                low_scale = gl.load(q_scale_ptr + low_plane.to(gl.int64) * (n_blocks * 128) + row)
+            q_slot, phase = slot(blocks, SPEC.BLOCKS)
+            full = q_full.index(q_slot)
+            mbarrier.wait(q_empty.index(q_slot), phase ^ 1)
             if SPEC.RAW:
-                mbarrier.expect(
-                    q_full, (q_desc.block_type.nbytes + q_raw_desc.block_type.nbytes) * WARPGROUPS)
+                mbarrier.expect(full, (q_desc.block_type.nbytes + q_raw_desc.block_type.nbytes) * 2)
             else:
-                mbarrier.expect(q_full, q_desc.block_type.nbytes * WARPGROUPS * CLASSES)
-            for j in gl.static_range(WARPGROUPS * CLASSES):
-                head, half, own = half_of(j % WARPGROUPS, unit, GROUP, SPEC)
-                plane = ((j // WARPGROUPS) * k_planes + k_plane) * GROUP + head
-                row = block * 128 + 64 * half
-                tma.async_copy_global_to_shared(q_desc, [plane, row, 0], q_full, q_smem.index(j))
-                at = plane.to(gl.int64) * (n_blocks * 128) + row + lanes
-                q_scales.index(j).store(gl.load(q_scale_ptr + at))
+                mbarrier.expect(full, q_desc.block_type.nbytes * 2 * CLASSES)
+            for j in gl.static_range(2 * CLASSES):
+                plane = q_plane if j < 2 else low_plane
+                tma.async_copy_global_to_shared(
+                    q_desc, [plane, block * 128 + 64 * (j % 2), 0], full,
+                    q_smem.index(q_slot * (2 * CLASSES) + j))
             if SPEC.RAW:
-                for j in gl.static_range(WARPGROUPS):
-                    head, half, own = half_of(j, unit, GROUP, SPEC)
-                    at = [b, h * GROUP + head, rows[0] + 64 * half - rows[3], 0]
-                    tma.async_copy_global_to_shared(q_raw_desc, at, q_full, q_raw.index(j))
-            mbarrier.arrive(q_full, count=1)
+                for j in gl.static_range(2):
+                    tma.async_copy_global_to_shared(
+                        q_raw_desc, [b, h, rows[0] + 64 * j - rows[3], 0], full,
+                        q_raw.index(q_slot * 2 + j))
+            q_scales.index(q_slot * CLASSES).store(scale)
+            if CLASSES == 2:
+                q_scales.index(q_slot * CLASSES + 1).store(low_scale)
+            mbarrier.arrive(full, count=1)
             blocks += 1
         for i in range(n):
             count = done + i
-            stage = count & (STAGES - 1)
-            phase = ((count >> LOG_STAGES) & 1) ^ 1
+            stage, phase = slot(count, SPEC.STAGES)
+            phase = phase ^ 1
             t = first + n - 1 - i
             plane = tile_class(t, ranges, CLASSES) * k_planes + k_plane
-            k_scale = gl.load(k_scale_ptr + plane * n_tiles + t + lanes * 0)
+            k_scale = gl.load(k_scale_ptr + plane * n_tiles + t + gl.arange(0, 64, PAIR) * 0)
             mbarrier.wait(k_empty.index(stage), phase)
             raw = plane < 0
             if SPEC.RAW:
@@ -110,7 +116,7 @@ def _producer(args, SPEC: gl.constexpr):
             if raw:
                 if SPEC.RAW:
                     mbarrier.expect(k_full.index(stage), k_raw_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(k_raw_desc, [b, h, t * 128, 0],
+                    tma.async_copy_global_to_shared(k_raw_desc, [b, h // GROUP, t * 128, 0],
                                                     k_full.index(stage), k_smem.index(stage))
             else:
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
@@ -124,8 +130,8 @@ def _producer(args, SPEC: gl.constexpr):
                 tma.async_copy_global_to_shared(v_desc, [k_plane, 0, t * 128], v_full.index(stage),
                                                 v_smem.index(stage))
             else:
-                tma.async_copy_global_to_shared(v_desc, [b, h, t * 128, 0], v_full.index(stage),
-                                                v_smem.index(stage))
+                tma.async_copy_global_to_shared(v_desc, [b, h // GROUP, t * 128, 0],
+                                                v_full.index(stage), v_smem.index(stage))
         done += n
 
 
@@ -158,17 +164,17 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
-    k_plane, b, h, unit = planes
+    q_plane, k_plane, b, h = planes
     pos_0, q_lo, q_hi, offset = rows
     window, kv_len, seen_lo, common_lo, common_hi = limits
     out, out_desc, lse_ptr, shift_ptr = outputs
     length_ptr, v_scale_ptr = inputs
-    head, half, own = half_of(W, unit, GROUP, SPEC)
-    q_plane = k_plane * GROUP + head
-    row_pos = pos_0 + half * 64 + gl.arange(0, 64, ROW)
-    mbarrier.wait(q_full, blocks & 1)
-    low: gl.constexpr = SPEC.WARPGROUPS * (SPEC.CLASSES - 1)
-    row_scales = (q_scales.index(W).load(ROW) * scale, q_scales.index(low + W).load(ROW) * scale)
+    row_pos = pos_0 + W * 64 + gl.arange(0, 64, ROW)
+    q_slot, phase = slot(blocks, SPEC.BLOCKS)
+    mbarrier.wait(q_full.index(q_slot), phase)
+    mine = q_scales.index(q_slot * SPEC.CLASSES).slice(W * 64, 64)
+    low = q_scales.index((q_slot + 1) * SPEC.CLASSES - 1).slice(W * 64, 64)
+    row_scales = (mine.load(ROW) * scale, low.load(ROW) * scale)
     shift = row_scales[0]
     if SPEC.RAW:
         shift = gl.full([64], 0.0, gl.float32, ROW)
@@ -181,14 +187,15 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     last = first + n - 1
     if SPEC.RAW:
         if tile_class(last, ranges, 2) == 0:
-            s, scales = first_scores(last, done, W, smem, bars, row_scales, shift, ranges, True,
-                                     SPEC)
+            s, scales = first_scores(last, done, q_slot, W, smem, bars, row_scales, shift, ranges,
+                                     True, SPEC)
         else:
-            s, scales = first_scores(last, done, W, smem, bars, row_scales, shift, ranges, False,
-                                     SPEC)
+            s, scales = first_scores(last, done, q_slot, W, smem, bars, row_scales, shift, ranges,
+                                     False, SPEC)
     else:
-        s, scales = first_scores(last, done, W, smem, bars, row_scales, shift, ranges, False, SPEC)
-    mbarrier.arrive(k_empty.index(done & (STAGES - 1)), count=1)
+        s, scales = first_scores(last, done, q_slot, W, smem, bars, row_scales, shift, ranges,
+                                 False, SPEC)
+    mbarrier.arrive(k_empty.index(slot(done, SPEC.STAGES)[0]), count=1)
     s, scales = hide(s, scales, last, row_pos, limits, SPEC)
     row_max, decay = online_maximum(s, scales, gl.full([64], FLOOR, gl.float32, ROW), SPEC)
     acc = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
@@ -198,15 +205,15 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     for i in range(0, n - 1):
         if SPEC.RAW:
             if tile_class(last - i - 1, ranges, 2) == 0:
-                state = step(state, i, last, done, W, smem, bars, row_scales, row_pos, shift,
-                             limits, ranges, True, SPEC)
+                state = step(state, i, last, done, q_slot, W, smem, bars, row_scales, row_pos,
+                             shift, limits, ranges, True, SPEC)
             else:
-                state = step(state, i, last, done, W, smem, bars, row_scales, row_pos, shift,
-                             limits, ranges, False, SPEC)
+                state = step(state, i, last, done, q_slot, W, smem, bars, row_scales, row_pos,
+                             shift, limits, ranges, False, SPEC)
         else:
-            state = step(state, i, last, done, W, smem, bars, row_scales, row_pos, shift, limits,
-                         ranges, False, SPEC)
-    mbarrier.arrive(q_empty, count=1)
+            state = step(state, i, last, done, q_slot, W, smem, bars, row_scales, row_pos, shift,
+                         limits, ranges, False, SPEC)
+    mbarrier.arrive(q_empty.index(q_slot), count=1)
     acc, row_max, row_sum, lse_sum, s, scales, decay = state
     p, lse_sum = probabilities(s, scales, row_max, lse_sum, decay, smem, SPEC)
     acc = acc * gl.convert_layout(decay, O_ROW)[:, None]
@@ -220,7 +227,7 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     acc = acc + part if SPEC.PV8 else part
     if out_desc is not None:
         tma.store_wait(0)  # of the block before
-    mbarrier.arrive(v_empty.index((done + n - 1) & (STAGES - 1)), count=1)
+    mbarrier.arrive(v_empty.index(slot(done + n - 1, SPEC.STAGES)[0]), count=1)
     # Store
     acc = acc * (1.0 / gl.convert_layout(total, O_ROW))[:, None]
     if SPEC.PV8:
@@ -232,25 +239,24 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     if blind:
         acc = gl.where(_sees(gl.convert_layout(row_pos, O_ROW), kv_len, SPEC)[:, None], acc, 0.0)
     tile = acc.to(out.ptr.dtype.element_ty)
-    begin = pos_0 + half * 64 - offset
-    by_rows = own
+    begin = pos_0 + W * 64 - offset
+    by_rows = n > 0
     if out_desc is not None:
-        by_rows = own & (begin < 0)
-        if own & (begin >= 0):  # TMA drops rows beyond the tensor, and faults on rows before it
+        by_rows = begin < 0
+        if begin >= 0:  # TMA drops rows beyond the tensor, and faults on rows before it
             matrix(out_smem.index(W)).store(tile)
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [b, h * GROUP + head, begin, 0],
-                                            out_smem.index(W))
+            tma.async_copy_shared_to_global(out_desc, [b, h, begin, 0], out_smem.index(W))
     if by_rows:
         pos = gl.convert_layout(row_pos, O_ROW)
-        to = b.to(gl.int64) * out.strides[0] + (h * GROUP + head).to(gl.int64) * out.strides[1]
+        to = b.to(gl.int64) * out.strides[0] + h.to(gl.int64) * out.strides[1]
         to += (pos - offset).to(gl.int64)[:, None] * out.strides[2]
         to += offs_d.to(gl.int64)[None, :] * out.strides[3]
         stored = ((pos >= q_lo) & (pos < q_hi))[:, None] & (offs_d < DV)[None, :]
         gl.store(out.ptr + to, tile, mask=stored)
     if lse_ptr is not None:
         row = q_plane.to(gl.int64) * S_Q + row_pos - offset
-        stored = own & (row_pos >= q_lo) & (row_pos < q_hi)
+        stored = (row_pos >= q_lo) & (row_pos < q_hi)
         total = gl.convert_layout(gl.sum(lse_sum, 1), ROW)
         lse = (row_max + gl.log2(total) - SPEC.SHIFT) * LN_2
         if shift_ptr is not None:
@@ -275,13 +281,14 @@ def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_sc
                   k_planes, H_Q, GROUP, S_Q, S_KV, n_tiles, scale, window, diag, sink,
                   SPEC: gl.constexpr):
     # Shared memory and barriers
-    WARPGROUPS: gl.constexpr = SPEC.WARPGROUPS
+    STAGES: gl.constexpr = SPEC.STAGES
+    BLOCKS: gl.constexpr = SPEC.BLOCKS
     q_smem = gl.allocate_shared_memory(
-        q_desc.dtype, [WARPGROUPS * SPEC.CLASSES] + q_desc.block_type.shape, q_desc.layout)
+        q_desc.dtype, [BLOCKS * SPEC.CLASSES * 2] + q_desc.block_type.shape, q_desc.layout)
     q_raw = q_smem
     if SPEC.RAW:
         q_raw = gl.allocate_shared_memory(
-            q_raw_desc.dtype, [WARPGROUPS] + q_raw_desc.block_type.shape, q_raw_desc.layout)
+            q_raw_desc.dtype, [BLOCKS * 2] + q_raw_desc.block_type.shape, q_raw_desc.layout)
         k_smem = gl.allocate_shared_memory(
             k_raw_desc.dtype, [STAGES] + k_raw_desc.block_type.shape, k_raw_desc.layout)
     else:
@@ -290,7 +297,7 @@ def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_sc
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape,
                                        v_desc.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_scales = gl.allocate_shared_memory(gl.float32, [WARPGROUPS * SPEC.CLASSES, 64], FLAT)
+    q_scales = gl.allocate_shared_memory(gl.float32, [BLOCKS * SPEC.CLASSES, 128], FLAT)
     k_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64], FLAT)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     eighths = gl.allocate_shared_memory(v_desc.dtype, [8, 128], SPEC.EIGHTHS_LAYOUT)
@@ -303,21 +310,22 @@ def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_sc
     out_smem = k_smem
     if out_desc is not None:
         out_smem = gl.allocate_shared_memory(
-            out_desc.dtype, [WARPGROUPS] + out_desc.block_type.shape, out_desc.layout)
+            out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(q_full, count=2)  # TMA, and the scales' store
-    mbarrier.init(q_empty, count=WARPGROUPS)
+    for i in gl.static_range(BLOCKS):
+        mbarrier.init(q_full.index(i), count=2)  # TMA, and the scales' store
+        mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=2)  # TMA, and the scale's store
-        mbarrier.init(k_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
     # Roles
     smem = (q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem)
@@ -329,16 +337,8 @@ def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_sc
     args = (smem, bars, rounds, shape, inputs, masks, scale, outputs)
     descs = (q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc)
     fetched = (descs, smem, bars, q_scale_ptr, k_scale_ptr, rounds, shape, inputs, masks, n_tiles)
-    if WARPGROUPS == 2:
-        gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), args, SPEC)),
-            (_consumer, (gl.constexpr(1), args, SPEC)),
-            (_producer, (fetched, SPEC)),
-        ], [4, 1], [240, 24])
-    else:
-        gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), args, SPEC)),
-            (_consumer, (gl.constexpr(1), args, SPEC)),
-            (_consumer, (gl.constexpr(2), args, SPEC)),
-            (_producer, (fetched, SPEC)),
-        ], [4, 4, 1], [160, 160, 24])
+    gl.warp_specialize([
+        (_consumer, (gl.constexpr(0), args, SPEC)),
+        (_consumer, (gl.constexpr(1), args, SPEC)),
+        (_producer, (fetched, SPEC)),
+    ], [4, 1], [240, 24])

@@ -17,7 +17,7 @@ def block_of(turn, shape, inputs, masks, SPEC: gl.constexpr):
 
     Rounds go over the programs forth and back, so that each gets long and short blocks alike. A
     block without queries has n = 0 tiles; one whose queries see no key has one tile, whose result
-    is dropped. Units number the blocks of one head of K and V at the same queries.
+    is dropped.
     """
     n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
     window, diag, sink = masks
@@ -27,11 +27,10 @@ def block_of(turn, shape, inputs, masks, SPEC: gl.constexpr):
     if turn % 2 == 1:
         place = programs - 1 - place
     index = turn * programs + place
-    units = units_of(GROUP, SPEC)
-    block = n_blocks - 1 - index // (k_planes * units)
-    k_plane = (index // units) % k_planes
-    b = k_plane // (H_Q // GROUP)
-    h = k_plane % (H_Q // GROUP)
+    block = n_blocks - 1 - index // (k_planes * GROUP)
+    q_plane = index % (k_planes * GROUP)
+    b = q_plane // H_Q
+    h = q_plane % H_Q
     kv_len = S_KV
     if length_ptr is not None:
         kv_len = gl.minimum(gl.maximum(gl.load(length_ptr + b), 0), S_KV)
@@ -51,25 +50,7 @@ def block_of(turn, shape, inputs, masks, SPEC: gl.constexpr):
     rows = (pos_0, q_lo, q_hi, offset)
     limits = (window, kv_len, seen_lo, common_lo, common_hi)
     ranges = ((sink_end + 127) >> 7, (diag_lo + 127) >> 7, (diag_hi + 127) >> 7)
-    return n, first, block, (k_plane, b, h, index % units), rows, limits, ranges
-
-
-@gluon.jit
-def units_of(GROUP, SPEC: gl.constexpr):
-    """Blocks that one head of K and V needs for 128 queries of its group."""
-    return (2 * GROUP + SPEC.WARPGROUPS - 1) // SPEC.WARPGROUPS
-
-
-@gluon.jit
-def half_of(W: gl.constexpr, unit, GROUP, SPEC: gl.constexpr):
-    """The head of the group and the half of the 128 queries that warpgroup W takes, and whether it
-    has one of its own: the last unit of a group may have fewer than there are warpgroups."""
-    if SPEC.WARPGROUPS == 2:
-        return unit, W, unit >= 0
-    else:
-        half = unit * SPEC.WARPGROUPS + W
-        last = gl.minimum(half, 2 * GROUP - 1)
-        return last >> 1, last & 1, half == last
+    return n, first, block, (q_plane, q_plane // GROUP, b, h), rows, limits, ranges
 
 
 @gluon.jit
@@ -81,3 +62,10 @@ def tile_class(t, ranges, CLASSES: gl.constexpr):
         sink_end, diag_lo, diag_hi = ranges
         high = (t < sink_end) | ((t >= diag_lo) & (t < diag_hi))
         return 1 - high.to(gl.int32)
+
+
+@gluon.jit
+def slot(count, SLOTS: gl.constexpr):
+    """Where the count-th use of a ring of buffers falls, and the parity of its turn."""
+    turn = count.to(gl.uint32) // SLOTS
+    return (count - turn.to(gl.int32) * SLOTS), (turn & 1).to(gl.int32)

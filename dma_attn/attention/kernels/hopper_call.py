@@ -17,6 +17,7 @@ from ..types import CallOptions, PreparedKV
 from .hopper import hopper_kernel
 from .hopper_step import Spec
 
+STAGES = 2  # tiles of K and V in shared memory
 INT_BIAS = 12582912.0  # 1.5 * 2^23: its bits plus a small integer are their sum
 GLUON_TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
@@ -45,11 +46,7 @@ def run(
     code_type = torch.int8 if kv.config.canonical().low == "int8" else torch.float8_e4m3fn
     window, diag, sink = widths(kv.config, call, n_q, n_kv)
     blocks = codes.shape[3] // TILE
-    group = heads // kv_heads
-    # A third warpgroup has fewer registers, and wants halves of at least two heads
-    light = head_dim == value_dim == 64 and raw is None and call.window == 0
-    warpgroups = 3 if light and group > 2 else 2
-    work = blocks * batch * kv_heads * -(-2 * group // warpgroups)
+    work = blocks * batch * heads
     programs = min(work, processor_count(out.device))
     if fp8:
         v = kv.v.view(torch.float8_e4m3fn)
@@ -75,7 +72,7 @@ def run(
         n_blocks=blocks,
         k_planes=batch * kv_heads,
         H_Q=heads,
-        GROUP=group,
+        GROUP=heads // kv_heads,
         S_Q=n_q,
         S_KV=n_kv,
         n_tiles=k_codes.shape[3] // TILE,
@@ -88,7 +85,6 @@ def run(
             value_dim,
             classes=codes.shape[0],
             raw=raw is not None,
-            warpgroups=warpgroups,
             causal=call.causal,
             window=call.window > 0,
             tail=kv.rows.length is not None and not fp8,
@@ -106,7 +102,6 @@ def _spec(
     value_dim: int,
     classes: int,
     raw: bool,
-    warpgroups: int,
     causal: bool,
     window: bool,
     tail: bool,
@@ -123,7 +118,8 @@ def _spec(
         DV=value_dim,
         CLASSES=classes,
         RAW=raw,
-        WARPGROUPS=warpgroups,
+        STAGES=STAGES,
+        BLOCKS=1 if raw else 2,
         CAUSAL=causal,
         WINDOW=window,
         TAIL=tail,

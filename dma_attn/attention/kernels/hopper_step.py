@@ -19,10 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_blocks import tile_class
+from .hopper_blocks import slot, tile_class
 
-LOG_STAGES = gl.constexpr(1)
-STAGES = gl.constexpr(1 << LOG_STAGES.value)  # tiles of K and V in flight
 TINY = gl.constexpr(2.0**-126)
 HIDDEN = gl.constexpr(0xFF800000 - 2**32 - 0x4B400000)  # an integer score that becomes -inf
 
@@ -35,7 +33,7 @@ class Spec:
         D, DV: Head dims.
         CLASSES: 2 with copies of Q and K for high and low tiles, else 1.
         RAW: High tiles multiply the 16-bit Q and K themselves.
-        WARPGROUPS: Consumers, 2 or 3.
+        STAGES, BLOCKS: Tiles of K and V, and blocks of Q, that shared memory holds.
         CAUSAL, WINDOW: Visibility rules in use.
         TAIL: V may hold anything beyond a row's length.
         PV8: P V in FP8, else in V's 16-bit dtype.
@@ -53,7 +51,8 @@ class Spec:
     DV: int
     CLASSES: int
     RAW: bool
-    WARPGROUPS: int
+    STAGES: int
+    BLOCKS: int
     CAUSAL: bool
     WINDOW: bool
     TAIL: bool
@@ -169,19 +168,19 @@ def coded_keys(k_smem, stage, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(t, count, W: gl.constexpr, smem, bars, row_scales, ranges, RAW: gl.constexpr,
-                 SPEC: gl.constexpr):
+def start_scores(t, count, q_slot, W: gl.constexpr, smem, bars, row_scales, ranges,
+                 RAW: gl.constexpr, SPEC: gl.constexpr):
     """Issue Q K^T of tile t, the count-th of the program; the product and both scales of it."""
     ROW: gl.constexpr = gl.SliceLayout(1, SPEC.S_LAYOUT)
     q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    stage = count & (STAGES - 1)
+    stage, phase = slot(count, SPEC.STAGES)
     S_LAYOUT: gl.constexpr = SPEC.S_LAYOUT
     factor = row_scales[0]
     if RAW:
         zero = gl.full([64, 128], 0.0, gl.float32, SPEC.RAW_LAYOUT)
-        mbarrier.wait(k_full.index(stage), (count >> LOG_STAGES) & 1)
-        pending = warpgroup_mma(matrix(q_raw.index(W)), matrix(k_smem.index(stage)).permute((1, 0)),
+        mbarrier.wait(k_full.index(stage), phase)
+        pending = warpgroup_mma(matrix(q_raw.index(q_slot * 2 + W)), matrix(k_smem.index(stage)).permute((1, 0)),
                                 zero, use_acc=False, is_async=True)
     else:
         c = tile_class(t, ranges, SPEC.CLASSES)
@@ -191,8 +190,8 @@ def start_scores(t, count, W: gl.constexpr, smem, bars, row_scales, ranges, RAW:
             factor = row_scales[1]
         integer: gl.constexpr = q_smem.dtype == gl.int8
         zero = gl.full([64, 128], 0, gl.int32 if integer else gl.float32, S_LAYOUT)
-        mbarrier.wait(k_full.index(stage), (count >> LOG_STAGES) & 1)
-        pending = warpgroup_mma(matrix(q_smem.index(SPEC.WARPGROUPS * c + W)),
+        mbarrier.wait(k_full.index(stage), phase)
+        pending = warpgroup_mma(matrix(q_smem.index((q_slot * SPEC.CLASSES + c) * 2 + W)),
                                 matrix(coded_keys(k_smem, stage, SPEC)).permute((1, 0)), zero,
                                 use_acc=False, is_async=True)
     return pending, factor, k_scale_smem.index(stage).load(ROW)
@@ -213,8 +212,8 @@ def start_values(acc, p, t, count, smem, bars, limits, SPEC: gl.constexpr):
     """Issue P V of tile t: on top of acc, or of nothing in FP8."""
     q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    stage = count & (STAGES - 1)
-    mbarrier.wait(v_full.index(stage), (count >> LOG_STAGES) & 1)
+    stage, phase = slot(count, SPEC.STAGES)
+    mbarrier.wait(v_full.index(stage), phase)
     v_tile = value_tile(v_smem, stage, t * 128, limits, SPEC)
     if SPEC.PV8:
         zero = gl.full([64, SPEC.DV], 0.0, gl.float32, SPEC.O_LAYOUT)
@@ -278,22 +277,24 @@ def probabilities(s, scales, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def step(state, i, last, done, W: gl.constexpr, smem, bars, row_scales, row_pos, shift, limits,
-         ranges, RAW: gl.constexpr, SPEC: gl.constexpr):
+def step(state, i, last, done, q_slot, W: gl.constexpr, smem, bars, row_scales, row_pos, shift,
+         limits, ranges, RAW: gl.constexpr, SPEC: gl.constexpr):
     """P of tile last - i; its P V under the scores of the next tile and their maxima.
 
-    done: Tiles of the blocks before this one. RAW: the next tile multiplies 16-bit Q and K.
+    done: Tiles of the blocks before this one. q_slot: Where Q is. RAW: the next tile multiplies 16-bit Q and K.
     """
     q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     acc, row_max, row_sum, lse_sum, s, scales, decay = state
     count = done + i
+    stage, phase = slot(count, SPEC.STAGES)
+    next_stage, _ = slot(count + 1, SPEC.STAGES)
     p, lse_sum = probabilities(s, scales, row_max, lse_sum, decay, smem, SPEC)
     acc_decay = gl.convert_layout(decay, gl.SliceLayout(1, SPEC.O_LAYOUT))[:, None]
     if not SPEC.PV8:
         acc = acc * acc_decay
-    pending_s, q_scale, k_scale = start_scores(last - i - 1, count + 1, W, smem, bars, row_scales,
-                                               ranges, RAW, SPEC)
+    pending_s, q_scale, k_scale = start_scores(last - i - 1, count + 1, q_slot, W, smem, bars,
+                                               row_scales, ranges, RAW, SPEC)
     pending_sum = start_sums(p, eighths, SPEC)
     pending_o = start_values(acc, p, last - i, count, smem, bars, limits, SPEC)
     s = as_scores(warpgroup_mma_wait(2, deps=[pending_s]), RAW, SPEC)
@@ -301,11 +302,11 @@ def step(state, i, last, done, W: gl.constexpr, smem, bars, row_scales, row_pos,
     if not SPEC.WINDOW:
         new_max, new_decay = online_maximum(s, scales, row_max, SPEC)
         # Over already, but no code moves across: ptxas would take the maxima after P V
-        mbarrier.wait(v_full.index(count & (STAGES - 1)), (count >> LOG_STAGES) & 1)
+        mbarrier.wait(v_full.index(stage), phase)
     part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
     row_sum = add_sums(row_sum, decay, part_sum)
-    mbarrier.arrive(k_empty.index((count + 1) & (STAGES - 1)), count=1)
-    mbarrier.arrive(v_empty.index(count & (STAGES - 1)), count=1)
+    mbarrier.arrive(k_empty.index(next_stage), count=1)
+    mbarrier.arrive(v_empty.index(stage), count=1)
     acc = acc * acc_decay + part if SPEC.PV8 else part
     if SPEC.WINDOW:  # masks need the registers of P V
         s, scales = hide(s, scales, last - i - 1, row_pos, limits, SPEC)
@@ -324,9 +325,10 @@ def as_scores(product, RAW: gl.constexpr, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def first_scores(t, count, W: gl.constexpr, smem, bars, row_scales, shift, ranges,
+def first_scores(t, count, q_slot, W: gl.constexpr, smem, bars, row_scales, shift, ranges,
                  RAW: gl.constexpr, SPEC: gl.constexpr):
     """Scores of the first tile of a block, and their scales."""
-    pending, q_scale, k_scale = start_scores(t, count, W, smem, bars, row_scales, ranges, RAW, SPEC)
+    pending, q_scale, k_scale = start_scores(t, count, q_slot, W, smem, bars, row_scales,
+                                             ranges, RAW, SPEC)
     s = as_scores(warpgroup_mma_wait(0, deps=[pending]), RAW, SPEC)
     return s, tile_scales(q_scale, k_scale, shift, RAW, SPEC)
