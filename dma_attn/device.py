@@ -3,7 +3,8 @@
 | compute capability | Triton path |
 |---|---|
 | below 8.0 | refused: no bf16 tensor cores |
-| 8.0 and newer (8.0, 8.6, 8.9, 9.0, 10.0, 10.3, 12.0, 12.1, ...) | the portable kernel |
+| 9.0 | the Hopper kernel for what `attention.dispatch` lists, else the portable kernel |
+| others from 8.0 on (8.0, 8.6, 8.9, 10.0, 10.3, 12.0, 12.1, ...) | the portable kernel |
 """
 
 from __future__ import annotations
@@ -123,7 +124,11 @@ def device_status(device: torch.device | str) -> DeviceStatus:
             "none",
             f"{where}: the kernels need compute capability 8.0 or newer; use impl='reference'",
         )
-    return DeviceStatus("triton", "portable", f"{where}: 16-bit tensor cores on upcast tiles")
+    portable = "16-bit tensor cores on upcast tiles"
+    if info.capability == (9, 0):
+        reason = f"{where}: 8-bit tensor cores for what `explain` says, else {portable}"
+        return DeviceStatus("triton", "hopper, portable", reason)
+    return DeviceStatus("triton", "portable", f"{where}: {portable}")
 
 
 def use_triton(device: torch.device, impl: str) -> bool:

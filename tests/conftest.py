@@ -1,6 +1,6 @@
 """Marker `gpu`: the test needs a CUDA device and is skipped without one.
 
-With `DMA_ATTN_TEST_HOPPER=1` every test runs with the Hopper kernel on, where the device has it.
+With `DMA_ATTN_TEST_HOPPER=0` every test runs with the Hopper kernel off.
 """
 
 import os
@@ -12,10 +12,10 @@ import torch
 from dma_attn.attention.dispatch import use_hopper
 
 
-@pytest.fixture(autouse=os.environ.get("DMA_ATTN_TEST_HOPPER") == "1")
-def hopper_kernel() -> Iterator[None]:
-    """The Hopper kernel takes the calls that it covers."""
-    with use_hopper():
+@pytest.fixture(autouse=os.environ.get("DMA_ATTN_TEST_HOPPER") == "0")
+def portable_kernel() -> Iterator[None]:
+    """The portable kernel takes every call."""
+    with use_hopper(False):
         yield
 
 

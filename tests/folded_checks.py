@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dma_attn import DMAConfig
 from dma_attn.attention.prepare import class_spans, quantise_operand
-from dma_attn.quant.folded import fold_kv, fold_q
+from dma_attn.quant.folded import fold_kv, fold_q, query_codes
 from dma_attn.quant.reference import fold_reference
 from dma_attn.quant.rows import Rows
 from dma_attn.quant.transforms import key_mean
@@ -19,6 +19,7 @@ CONFIGS = (
     "default,high=mxfp8_e5m2,scale_rule=floor",
     "nvfp4,granularity=tile,smooth_k=false",
     "mxfp8,rotate=false,scale_rule=mse",
+    "default,rotate=false",
     "hopper",
 )
 # The order of the keys of a group of 32 in V's codes, as the tensor core's registers want them
@@ -50,14 +51,14 @@ def expected(x: Tensor, config: DMAConfig, mean: Tensor | None, query: bool, row
     return torch.stack(values)
 
 
-def close(out: Tensor, ref: Tensor) -> None:
-    """NaN in the same rows (a product takes the whole row); all other values but a few, next to
+def close(out: Tensor, ref: Tensor, share: float = 4e-3) -> None:
+    """NaN in the same rows (a product takes the whole row); all other values but a share, next to
     rounding ties, equal."""
     bad = ref.isnan().any(-1)
     assert torch.equal(out.isnan().any(-1), bad)
     out, ref = out[~bad], ref[~bad]
     differ = ~torch.isclose(out, ref, rtol=1e-5, atol=2.0**-17 * float(ref.abs().max()))
-    assert differ.double().mean() < 4e-3, f"{int(differ.sum())} of {ref.numel()} differ"
+    assert differ.double().mean() <= share, f"{int(differ.sum())} of {ref.numel()} differ"
     assert (out - ref).norm() <= 2e-2 * ref.norm()
 
 
@@ -85,11 +86,12 @@ def check_fold(text: str, head_dim: int, dtype: torch.dtype, device: str, specia
     else:
         torch.testing.assert_close(folded.mean, mean, rtol=1e-5, atol=1e-5)
     kind = config.canonical().low
+    share = 4e-3 if config.rotate else 1e-3  # 16-bit values meet ties, and are divided
     clean = folded.mean
     out = decode(folded.codes, folded.scales, kind, TILE)[..., :size, :]
     ref = expected(k, config, clean, False, rows)
     for b, end in enumerate(length.tolist()):
-        close(out[:, b, :, :end], ref[:, b, :, :end])
+        close(out[:, b, :, :end], ref[:, b, :, :end], share)
     if config.pv == "fp8":
         assert folded.v is not None and folded.v_scale is not None
         x = torch.where(used[:, None, :, None], v.float(), 0.0)
@@ -105,15 +107,15 @@ def check_fold(text: str, head_dim: int, dtype: torch.dtype, device: str, specia
             scaled = (x / folded.v_scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
             scaled = torch.where(x.isfinite(), scaled, torch.nan) * folded.v_scale
             close(values[b, :, :end].double(), scaled[b, :, :end].double())
-    codes, scales, shift = fold_q(
-        q, *class_spans(config, query=True), length, size, config, -0.25, clean
-    )
+    spans = class_spans(config, query=True)
+    codes, scales = room = query_codes(q, spans[0], length, size)
+    shift = fold_q(q, *spans, length, size, config, -0.25, clean, room)
     for b, end in enumerate(length.tolist()):
         begin = (end - n_q) % TILE
         out = -decode(codes, scales, kind, 1)[:, b, :, begin : begin + n_q]
         aligned = torch.nn.functional.pad(q[b : b + 1], (0, 0, begin, 0))
         ref = expected(aligned, config, None, True, Rows(1, begin + n_q))[:, 0]
-        close(out, ref[..., begin:, :])
+        close(out, ref[..., begin:, :], share)
         if clean is not None:
             assert shift is not None
             exact = -0.25 * (q[b].float() @ clean[b].repeat_interleave(2, 0).mT)[..., 0]

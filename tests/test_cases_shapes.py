@@ -18,7 +18,16 @@ from dma_attn.testing import (
     probe_query,
     random_qkv,
 )
-from tests.impls import DEVICE, IMPLS, assert_same, check_against_oracle, each_impl, pick
+from tests.impls import (
+    DEVICE,
+    FOLDED_GAP,
+    IMPLS,
+    assert_same,
+    check_against_oracle,
+    each_impl,
+    pick,
+    takes_hopper,
+)
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 SIXTEEN_BITS = pytest.mark.parametrize("dtype", pick([FP16, BF16], [FP16], [BF16]), ids=str)
@@ -188,8 +197,11 @@ def test_case_028_varlen_with_empty_sequences(is_causal: bool, impl: str) -> Non
             return_lse=True,
             impl=impl,
         )
-        assert_rel_l2(out[row], alone[0, :, 0], 1e-3)
-        torch.testing.assert_close(lse[:, row], alone_lse[0, :, 0], atol=1e-3, rtol=0)
+        folded = takes_hopper(k[None, a:b].transpose(1, 2), v[None, a:b].transpose(1, 2),
+                              DMAConfig(), impl)
+        assert_rel_l2(out[row], alone[0, :, 0], FOLDED_GAP if folded else 1e-3)
+        gap = 0.1 if folded else 1e-3
+        torch.testing.assert_close(lse[:, row], alone_lse[0, :, 0], atol=gap, rtol=0)
 
 
 @each_impl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +94,19 @@ def test_other_calls_name_the_reason(arguments: dict[str, object], words: str) -
     assert words in gap(**arguments)  # type: ignore[arg-type]
 
 
-def test_off_by_default_and_explained() -> None:
+def test_on_by_default_and_explained() -> None:
     q = device_tensor(1, 2, 300, 128)
     with override_device(HOPPER):
+        text = explain(q, q, q, impl="triton")
+        assert "(hopper kernel)" in text and "8-bit" in text and "folded into 128 bytes" in text
+        text = explain(q, q, q, impl="triton", config=DMAConfig.preset("paper"))
+        assert "(portable kernel)" in text and "paper" in text
         with use_hopper(False):
-            assert "portable kernel" in explain(q, q, q, impl="triton")
-            assert "use_hopper()" in explain(q, q, q, impl="triton")
-        with use_hopper():
             text = explain(q, q, q, impl="triton")
-            assert "hopper kernel" in text and "8-bit" in text and "folded into 128 bytes" in text
-            text = explain(q, q, q, impl="triton", config=DMAConfig.preset("paper"))
-            assert "portable kernel" in text and "paper" in text
+            assert "(portable kernel)" in text and "use_hopper(False)" in text
+    with override_device(replace(HOPPER, triton="3.7.1")):
+        text = explain(q, q, q, impl="triton")
+        assert "(portable kernel)" in text and "3.6 is needed, found 3.7.1" in text
 
 
 def compiled(config: str, dims: tuple[int, int], **arguments: object) -> Any:
@@ -333,6 +336,21 @@ class TestOnHopper:
                 assert torch.equal(dma_attention_prepared(moved, kv, is_causal=True), ref[0])
                 negative = dma_attention_prepared(-q, kv, is_causal=True, scale=-(128**-0.5))
                 assert torch.equal(negative, ref[0])
+
+    def test_queries_are_folded_beside_keys(self) -> None:
+        """On a stream of its own, from memory of the current one: calls in a row, whose memory the
+        next ones take, give what prepared keys give."""
+        outs, refs = [], []
+        for i in range(24):
+            n = 700 + 300 * (i % 5)
+            q, k, v = random_qkv(1, (8, 2), (n, n), 128, seed=i, device=DEVICE)
+            config = DMAConfig.parse(CONFIGS[i % len(CONFIGS)])
+            with use_hopper():
+                outs.append(dma_attention(q, k, v, is_causal=True, config=config))
+                kv = prepare_kv(k, v, config)
+                refs.append(dma_attention_prepared(q, kv, is_causal=True))
+        for out, ref in zip(outs, refs, strict=True):
+            assert torch.equal(out, ref)
 
     def test_graph_capture(self) -> None:
         q, k, v = random_qkv(1, (4, 2), (300, 300), 128, device=DEVICE)

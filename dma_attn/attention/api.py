@@ -74,15 +74,8 @@ def dma_attention(
     call = check_call(x, k4.shape, is_causal, scale, window_size, return_lse)
     read = {"k": k, "v": v, "q": q if has_raw(config) else None}
     result = _result(q, (*x.shape[:3], v.shape[3]), tensor_layout, out, read)
-    kv = prepare_kv(
-        k,
-        v,
-        config,
-        key_padding_mask=key_padding_mask,
-        kv_len=kv_len,
-        tensor_layout=tensor_layout,
-        impl=impl,
-    )
+    ahead = None if return_lse else x
+    kv = _prepare_kv(k, v, config, key_padding_mask, kv_len, tensor_layout, impl, ahead)
     return _run(x, kv, call, result, impl)
 
 
@@ -102,6 +95,20 @@ def prepare_kv(
     where a class is "none"), to the mask and to a kv_len tensor: do not overwrite them while it is
     in use.
     """
+    return _prepare_kv(k, v, config, key_padding_mask, kv_len, tensor_layout, impl, None)
+
+
+def _prepare_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    config: DMAConfig,
+    key_padding_mask: torch.Tensor | None,
+    kv_len: int | torch.Tensor | None,
+    tensor_layout: str,
+    impl: str,
+    queries: torch.Tensor | None,
+) -> PreparedKV:
+    """`prepare_kv`; queries: those of the one call that it is for, see `prepare`."""
     check.check_config(config)
     check.check_layout(tensor_layout)
     check.check_tensors({"k": k, "v": v}, 4, check.DIMS[tensor_layout])
@@ -117,7 +124,7 @@ def prepare_kv(
         kv_len = None
     rows = Rows(batch, length, length=kv_len, valid=key_padding_mask)
     with device_guard(k.device):
-        return prepare(k, v, config, rows, triton, tensor_layout)
+        return prepare(k, v, config, rows, triton, tensor_layout, queries=queries)
 
 
 def dma_attention_prepared(

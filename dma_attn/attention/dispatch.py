@@ -1,6 +1,7 @@
 """Which Triton kernel a call takes, by explicit rules: what the Hopper kernel covers.
 
-- Compute capability 9.0; float16 and bfloat16; D and Dv of 64 or 128.
+- Compute capability 9.0 and Triton 3.6, whose Gluon it is written in; float16 and bfloat16; D and
+  Dv of 64 or 128.
 - Classes of mxfp8, mxfp8_e5m2, mxfp4 and nvfp4, alone or in pairs, or below 16-bit high tiles
   (`high="none"`, where K's strides are multiples of 16 bytes); or int8 with tile scales. Not
   `low="none"`, `int4`, `fp4`, int8 with token scales or in a pair, scale_rule "paper" or
@@ -10,7 +11,7 @@
 - `pv="fp8"` with any V; `pv="fp16"` where V's strides are multiples of 16 bytes.
 
 Everything else takes the portable kernel. The choice depends on what `prepare_kv` sees, so prepared
-keys serve every `dma_attention_prepared`. Until `use_hopper()` turns it on the kernel is off.
+keys serve every `dma_attention_prepared`. `use_hopper(False)` turns the kernel off.
 """
 
 from __future__ import annotations
@@ -26,17 +27,15 @@ from ..quant.rows import Rows
 
 FOLDED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 HEAD_DIMS = (64, 128)
+GLUON_TRITON = ["3", "6"]  # Gluon is experimental: other versions are not known to work
 
-_hopper = False
+_hopper = True
 
 
 @contextlib.contextmanager
 def use_hopper(on: bool = True) -> Iterator[None]:
-    """Within, calls that the Hopper kernel covers take it, or (False) none does.
-
-    Off by default: the kernel agrees with the portable one on the H200 over a sample of shapes,
-    and has not been through the whole test suite there yet.
-    """
+    """Within, calls that the Hopper kernel covers take it, as they do by default, or (False) none
+    does: what the folded copies cost, and what the kernel gains. Not thread-safe."""
     global _hopper
     previous, _hopper = _hopper, on
     try:
@@ -58,7 +57,9 @@ def hopper_gap(
     if info is None or info.capability != (9, 0):
         return "compute capability 9.0 is needed"
     if not _hopper:
-        return "off by default, dma_attn.attention.dispatch.use_hopper() turns it on"
+        return "turned off by use_hopper(False)"
+    if (info.triton or "").split(".")[:2] != GLUON_TRITON:
+        return f"triton {'.'.join(GLUON_TRITON)} is needed, found {info.triton}"
     if k.dtype not in (torch.float16, torch.bfloat16):
         return f"{k.dtype} inputs"
     if k.shape[3] not in HEAD_DIMS or v.shape[3] not in HEAD_DIMS:

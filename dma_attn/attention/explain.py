@@ -67,7 +67,7 @@ def explain(
         if hopper:
             kernel, reason = "hopper", f"{reason.partition(':')[0]}: 8-bit tensor cores"
         else:
-            reason += f"; not the Hopper kernel: {gap}"
+            kernel, reason = "portable", f"{reason.partition(':')[0]}; not the Hopper kernel: {gap}"
     lines = [
         f"path: {status.path} ({kernel} kernel): {reason}",
         f"config: {config}: high {config.high}, low {config.low}, diag {config.diag}, "

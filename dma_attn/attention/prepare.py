@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -26,14 +27,17 @@ def prepare(
     triton: bool,
     tensor_layout: str = "HND",
     masked: bool = False,
+    queries: torch.Tensor | None = None,
 ) -> PreparedKV:
     """Quantise K and V (B, H_kv, S_kv, D or Dv), by the Triton kernels or in PyTorch.
 
     Args:
         masked: The call has an attention mask or torch's top-left causal rule.
+        queries: Q (B, H_q, S_q, D) of the one call that this is for, if its codes do not depend on
+            the mean of K: they may then be made beside those of K and V.
     """
     if triton and not hopper_gap(k, v, config, rows, masked):
-        return prepare_folded(k, v, config, rows, tensor_layout)
+        return prepare_folded(k, v, config, rows, tensor_layout, queries)
     canonical = config.canonical()
     high = _class_format(canonical.high_format, canonical)
     low = canonical.low_format if canonical.low_format.quantised else None
@@ -71,11 +75,21 @@ def prepare(
 
 
 def prepare_folded(
-    k: torch.Tensor, v: torch.Tensor, config: DMAConfig, rows: Rows, tensor_layout: str
+    k: torch.Tensor,
+    v: torch.Tensor,
+    config: DMAConfig,
+    rows: Rows,
+    tensor_layout: str,
+    queries: torch.Tensor | None,
 ) -> PreparedKV:
     """K and V as the Hopper kernel reads them."""
-    from ..quant.folded import fold_kv
+    from ..quant.folded import fold_kv, query_codes
 
+    fork = None
+    if queries is not None and queries.is_cuda and queries.numel() > 0 and not has_raw(config):
+        high, _ = class_spans(config, query=True)
+        room = query_codes(queries, high, rows.length, k.shape[2])
+        fork = (room, torch.cuda.current_stream().record_event())
     folded = fold_kv(k, v, *class_spans(config, query=False), rows.length, config)
     return PreparedKV(
         config=config,
@@ -90,6 +104,7 @@ def prepare_folded(
         v=v if folded.v is None else folded.v,
         v_scale=folded.v_scale,
         folded=(folded.codes, folded.scales),
+        fork=fork,
         tensor_layout=tensor_layout,
     )
 
@@ -114,7 +129,7 @@ def folded_queries(
     q: torch.Tensor, kv: PreparedKV, scale: float, want_shift: bool
 ) -> FoldedQueries:
     """Q for the Hopper kernel; TMA must be able to read 16-bit Q, or it is copied."""
-    from ..quant.folded import fold_q
+    from ..quant.folded import fold_q, query_codes
 
     raw = None
     if kv.k is not None:
@@ -122,8 +137,25 @@ def folded_queries(
         raw = raw if fits_tma(raw) else raw.clone(memory_format=torch.contiguous_format)
     spans = class_spans(kv.config, query=True)
     mean = kv.mean if want_shift or raw is not None else None
-    codes = fold_q(q, *spans, kv.rows.length, kv.shape[2], kv.config, scale, mean)
-    return FoldedQueries(*codes, raw)
+    length, n_kv = kv.rows.length, kv.shape[2]
+    if kv.fork is None:
+        room = query_codes(q, spans[0], length, n_kv)
+        shift = fold_q(q, *spans, length, n_kv, kv.config, scale, mean, room)
+    else:
+        # The room comes from the current stream, which waits for the other one: nothing else
+        # takes that memory, or Q's, too early or too late
+        room, event = kv.fork
+        beside = _second_stream(q.device)
+        beside.wait_event(event)
+        with torch.cuda.stream(beside):
+            shift = fold_q(q, *spans, length, n_kv, kv.config, scale, mean, room)
+        torch.cuda.current_stream().wait_stream(beside)
+    return FoldedQueries(*room, shift, raw)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def widths(config: DMAConfig, call: CallOptions, n_q: int, n_kv: int) -> tuple[int, int, int]:

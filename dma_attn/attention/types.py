@@ -8,7 +8,7 @@ import torch
 
 from ..config import DMAConfig
 from ..quant.rows import Rows
-from ..quant.tensor import BlockScaledTensor
+from ..quant.tensor import BlockScaledTensor, QueryCodes
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class PreparedKV:
         v_scale: float32 (B, H_kv, 1, Dv) channel scales of FP8 V, or None.
         folded: Codes and scales of K for the Hopper kernel (`quant.folded`), which then serves
             every call; else None.
+        fork: In a call that prepares its own keys for that kernel, room for the codes of Q and the
+            moment from which another stream may fill it.
         tensor_layout: Layout of the K and V that were given, expected of q too.
     """
 
@@ -45,6 +47,7 @@ class PreparedKV:
     v: torch.Tensor
     v_scale: torch.Tensor | None
     folded: tuple[torch.Tensor, torch.Tensor] | None = None
+    fork: tuple[QueryCodes, torch.cuda.Event] | None = None
     tensor_layout: str = "HND"
 
     @property

@@ -4,8 +4,8 @@ After `WARMUP` calls of each candidate every round times all of them, each over 
 `seconds`. A GPU at its power limit lowers its clock tens of milliseconds after the load that caused
 it: half as many calls go before those that are timed, and every other round goes backwards, A B C
 C B A, so that no candidate always pays for the same neighbour. Reported are the median over the
-rounds and the spread (maximum - minimum) / median. With `graph` a candidate's calls are captured once and replayed: what
-the GPU needs, without the host's launch overhead.
+rounds and the spread (maximum - minimum) / median. With `graph` a candidate's calls are captured
+once and replayed: what the GPU needs, without the host's launch overhead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Device functions of the folding kernels: a value in its format, and folded into E4M3 codes.
 
-The arithmetic of `quant.encode` with reciprocals in place of divisions and hardware casts to FP8: a
-value within an ulp of a rounding tie may land on its other side. Under Triton's interpreter, whose
-FP8 casts round wrongly, the encoders of `quant.jit` take their place.
+The arithmetic of `quant.encode` with hardware casts to FP8 and, for rotated values, reciprocals in
+place of divisions: a value within an ulp of a rounding tie may land on its other side. Values that
+are not rotated have 16 bits and meet ties often; they are divided. Under Triton's interpreter,
+whose FP8 casts round wrongly, the encoders of `quant.jit` take their place.
 """
 
 from __future__ import annotations
@@ -88,14 +89,13 @@ def _to_element(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _candidate(x, amax, factor, scale, FORMAT: tl.constexpr):
-    """x (T, N, BLOCK) under one choice of block scales: elements, the scales (T, N), squared errors
-    (T, N), and the largest magnitudes of elements (T, N), where those of x are amax (T, N)."""
-    scaled = x * factor[:, :, None]
+def _candidate(scaled, top, scale, FORMAT: tl.constexpr):
+    """Values (T, N, BLOCK) over their block scales (T, N), and the largest magnitudes top (T, N):
+    elements, the scales, squared errors (T, N), and the largest magnitudes of elements (T, N)."""
     elements = _to_element(scaled, FORMAT)
     diff = elements - scaled
-    largest = tl.abs(_to_element(amax * factor, FORMAT))
-    return elements, scale, tl.sum(diff * diff, 2) * (scale * scale), largest
+    return (elements, scale, tl.sum(diff * diff, 2) * (scale * scale),
+            tl.abs(_to_element(top, FORMAT)))
 
 
 @triton.jit
@@ -116,14 +116,19 @@ def _power(exponent):
 
 
 @triton.jit
+def _mx_candidate(x, amax, gain, exponent, FORMAT: tl.constexpr):
+    factor = _power(-exponent) * gain
+    return _candidate(x * factor[:, :, None], amax * factor, _power(exponent), FORMAT)
+
+
+@triton.jit
 def _mx_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr):
     bits = (amax * tl.abs(gain)).to(tl.int32, bitcast=True)
     exponent = mx_exponent(bits, FORMAT, RULE)
-    first = _candidate(x, amax, _power(-exponent) * gain, _power(exponent), FORMAT)
+    first = _mx_candidate(x, amax, gain, exponent, FORMAT)
     elements, scale, _, largest = first
     if RULE == "mse":
-        exponent += 1
-        second = _candidate(x, amax, _power(-exponent) * gain, _power(exponent), FORMAT)
+        second = _mx_candidate(x, amax, gain, exponent + 1, FORMAT)
         elements, scale, largest = _better(first, second)
     return elements, scale, largest * scale
 
@@ -139,39 +144,57 @@ def reciprocal(x):
 
 
 @triton.jit
-def _nvfp4_candidate(x, amax, gain, TARGET: tl.constexpr, FORMAT: tl.constexpr):
-    """gain makes x and amax relative to the second-level scale; the maximum goes on TARGET."""
-    scale = tl.abs(amax * gain) * (1.0 / TARGET)
+def _nvfp4_candidate(x, amax, gain, factor, TARGET: tl.constexpr, FORMAT: tl.constexpr,
+                     EXACT: tl.constexpr):
+    """The maximum goes on TARGET; factor (T, 1) is the second-level scale, and without EXACT x and
+    amax are to be multiplied by gain (T, 1) to be relative to it."""
+    if EXACT:
+        scale = tl.div_rn(tl.div_rn(amax, TARGET), factor + tl.zeros_like(amax))
+    else:
+        scale = tl.abs(amax * gain) * (1.0 / TARGET)
     scale = _to_e4m3(tl.maximum(scale, constant("E4M3_MIN_SUBNORMAL")))
-    return _candidate(x, amax, gain * reciprocal(scale), scale, FORMAT)
+    if EXACT:
+        scale *= factor
+        scaled = tl.div_rn(x, scale[:, :, None] + tl.zeros_like(x))
+        return _candidate(scaled, tl.div_rn(amax, scale), scale, FORMAT)
+    else:
+        gain = gain * reciprocal(scale)
+        return _candidate(x * gain[:, :, None], amax * gain, scale, FORMAT)
 
 
 @triton.jit
-def _nvfp4_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr):
+def _nvfp4_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr,
+                  EXACT: tl.constexpr):
     largest = tl.max(amax, 1)
     if SPAN == "tile":
         largest = tl.zeros_like(largest) + tl.max(largest, 0)
-    factor = largest * (tl.abs(gain) * (1.0 / nvfp4_divisor(RULE)))
+    if EXACT:
+        factor = tl.div_rn(largest, nvfp4_divisor(RULE))
+        x *= gain
+    else:
+        factor = largest * (tl.abs(gain) * (1.0 / nvfp4_divisor(RULE)))
     factor = tl.where(factor < 2.0**-100, 1.0, factor)
     gain = (reciprocal(factor) * gain)[:, None]
-    first = _nvfp4_candidate(x, amax, gain, constant("E2M1_MAX"), FORMAT)
+    factor = factor[:, None]
+    first = _nvfp4_candidate(x, amax, gain, factor, constant("E2M1_MAX"), FORMAT, EXACT)
     elements, scale, _, largest = first
     if RULE == "mse":
-        second = _nvfp4_candidate(x, amax, gain, constant("NVFP4_SECOND_TARGET"), FORMAT)
+        second = _nvfp4_candidate(x, amax, gain, factor, constant("NVFP4_SECOND_TARGET"), FORMAT,
+                                  EXACT)
         elements, scale, largest = _better(first, second)
-    scale *= factor[:, None]
+    if not EXACT:
+        scale *= factor
     return elements, scale, largest * scale
 
 
 @triton.jit
 def in_format(x, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr,
-              T: tl.constexpr, D: tl.constexpr):
+              EXACT: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
     """What gain * x, x (T, D) fp32, becomes in a block-scaled format.
 
     Elements (T, N, BLOCK), their scales (T, N), the largest magnitudes of blocks (T, N), and rows
-    (T,) that hold NaN or Inf, whose elements mean nothing. The arithmetic of `quant.encode` with
-    reciprocals in place of divisions: a value within an ulp of a rounding tie may land on its other
-    side.
+    (T,) that hold NaN or Inf, whose elements mean nothing. With EXACT, where gain is 1 or -1,
+    divisions as in `quant.encode`.
     """
     BLOCK: tl.constexpr = block(FORMAT, D)
     blocks = x.reshape(T, D // BLOCK, BLOCK)
@@ -184,12 +207,13 @@ def in_format(x, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.conste
     elif scale_kind(FORMAT) == "e8m0":
         elements, scale, largest = _mx_blocks(blocks, amax, gain, FORMAT, RULE)
     else:
-        elements, scale, largest = _nvfp4_blocks(blocks, amax, gain, FORMAT, RULE, SPAN)
+        elements, scale, largest = _nvfp4_blocks(blocks, amax, gain, FORMAT, RULE, SPAN,
+                                                 EXACT)
     return elements, scale, largest, bad
 
 
 @triton.jit
-def int8_codes(x, gain, SPAN: tl.constexpr):
+def int8_codes(x, gain, SPAN: tl.constexpr, EXACT: tl.constexpr):
     """gain * x (T, D) fp32 -> int8 codes, fp32 scales (T,): NaN where a row, or another of its
     span, holds NaN or Inf, and the codes mean nothing."""
     amax = max_abs(x, 1)
@@ -198,7 +222,11 @@ def int8_codes(x, gain, SPAN: tl.constexpr):
     scale = amax * (tl.abs(gain) * (1.0 / element_max("int8")))
     # Zeros get a small scale: the kernel's integer trick rounds row maxima to 2^23 scales
     scale = tl.where(scale == 0.0, 2.0**-60, scale)
-    codes = x * (gain / scale)[:, None] + 12582912.0  # 1.5 * 2^23: rounds to the nearest integer
+    if EXACT:
+        codes = tl.div_rn(x * gain, scale[:, None] + tl.zeros_like(x))
+    else:
+        codes = x * (gain / scale)[:, None]
+    codes = codes + 12582912.0  # 1.5 * 2^23: rounds to the nearest integer
     codes = codes.to(tl.int32, bitcast=True).to(tl.int8)
     return codes, tl.where(amax < float("inf"), scale, float("nan"))
 

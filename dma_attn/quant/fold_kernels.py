@@ -15,14 +15,14 @@ from .kernels import common, program_ids
 
 @triton.jit
 def _store_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T: tl.constexpr,
-                 D: tl.constexpr, CLASS: tl.constexpr, BY_ROW: tl.constexpr):
+                 D: tl.constexpr, CLASS: tl.constexpr, EXACT: tl.constexpr, BY_ROW: tl.constexpr):
     FORMAT: tl.constexpr = item(CLASS, 0)
     RULE: tl.constexpr = item(CLASS, 1)
     SPAN: tl.constexpr = item(CLASS, 2)
     if scale_kind(FORMAT) == "fp32":
-        codes, scale = int8_codes(x, gain, SPAN)
+        codes, scale = int8_codes(x, gain, SPAN, EXACT)
     else:
-        elements, scale, largest, bad = in_format(x, gain, FORMAT, RULE, SPAN, T, D)
+        elements, scale, largest, bad = in_format(x, gain, FORMAT, RULE, SPAN, EXACT, T, D)
         codes, scale = fold(elements, scale, largest, bad, BY_ROW, T, D)
     at_tile = (c * planes + plane) * n_tiles + tile
     rows = at_tile * T + tl.arange(0, T)
@@ -90,9 +90,9 @@ def _fold_rows(raw, mean, mask_t, sign, matrix, codes_ptr, scales_ptr, plane, pl
         gain = tl.zeros([], tl.float32) + 1.0
     if HIGH is not None:
         _store_class(y, gain, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH,
-                     QUERY)
+                     matrix is None, QUERY)
     _store_class(y, gain, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane, planes, tile,
-                 n_tiles, T, D, LOW, QUERY)
+                 n_tiles, T, D, LOW, matrix is None, QUERY)
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def statistics_kernel(k, v, length_ptr, partial_ptr, n_blocks, H, S, MEAN: tl.co
     count = tl.zeros([T, D], tl.float32)
     amax = tl.zeros([T, DV], tl.int32)
     begin = i_block.to(tl.int64) * ROWS
-    for i in tl.range(0, ROWS, T, loop_unroll_factor=4):
+    for i in tl.static_range(0, ROWS, T):  # unrolled: all loads in flight at once
         rows = begin + i + tl.arange(0, T)
         mask_t = rows < length
         if MEAN:

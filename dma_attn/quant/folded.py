@@ -22,10 +22,11 @@ from ..formats import BlockFormat
 from ..schedule import TILE, tile_count
 from .fold_kernels import combine_kernel, fold_kv_kernel, fold_q_kernel, statistics_kernel
 from .kernels import Strided
+from .tensor import QueryCodes
 
 STATISTICS_ROWS = 128  # keys to a program
 KEY_TILES = 1  # tiles of K, or of V, to a program
-QUERY_TILES = 8  # tiles of Q to a program, which fetches the Hadamard matrix once
+QUERY_TILES = {1: 8, 2: 2}  # tiles of Q to a program, which fetches the Hadamard matrix once
 
 
 class FoldedKV(NamedTuple):
@@ -94,6 +95,7 @@ def fold_kv(
             D=head_dim,
             DV=value_dim,
             num_warps=4,
+            maxnreg=168,
         )
         combine_kernel[(planes,)](
             partial,
@@ -141,6 +143,24 @@ def fold_kv(
     return FoldedKV(codes, scales, mean, v_codes, v_scale)
 
 
+def query_codes(
+    q: torch.Tensor,
+    high: tuple[BlockFormat, str] | None,
+    length: torch.Tensor | None,
+    n_kv: int,
+) -> QueryCodes:
+    """Room for Q (B, H, S, D) at absolute positions; arguments as those of `fold_q`."""
+    batch, heads, size, head_dim = q.shape
+    classes = 1 if high is None else 2
+    if length is None:
+        n_tiles = tile_count(((n_kv - size) & (TILE - 1)) + size)
+    else:
+        n_tiles = tile_count(size) + 1
+    shape = (classes, batch, heads, n_tiles * TILE)
+    codes = torch.empty(*shape, head_dim, dtype=torch.uint8, device=q.device)
+    return QueryCodes(codes, torch.empty(shape, dtype=torch.float32, device=q.device))
+
+
 def fold_q(
     q: torch.Tensor,
     high: tuple[BlockFormat, str] | None,
@@ -150,32 +170,25 @@ def fold_q(
     config: DMAConfig,
     scale: float,
     mean: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Q (B, H, S, D): codes, scales, and scale * q . mean (B, H, S) where mean (of K) is given.
+    room: QueryCodes,
+) -> torch.Tensor | None:
+    """Fill `room` from Q (B, H, S, D); scale * q . mean (B, H, S) where mean (of K) is given.
 
     A negative `scale` goes into the codes: the kernel's maxima need factors >= 0.
     """
     batch, heads, size, head_dim = q.shape
-    if length is None:
-        n_tiles = tile_count(((n_kv - size) & (TILE - 1)) + size)
-    else:
-        n_tiles = tile_count(size) + 1
     classes = 1 if high is None else 2
     # A scale that spans a tile of queries needs them in one program; else two halves run better
     rows = TILE if "tile" in [cls[1] for cls in (high, low) if cls] else TILE // 2
-    shape = (classes, batch, heads, n_tiles * TILE)
-    codes = torch.empty(*shape, head_dim, dtype=torch.uint8, device=q.device)
-    scales = torch.empty(shape, dtype=torch.float32, device=q.device)
     shift = None
     if mean is not None:
         shift = torch.empty(batch, heads, size, dtype=torch.float32, device=q.device)
-    n_tiles *= TILE // rows
-    fold_q_kernel[(-(-n_tiles // QUERY_TILES) * batch * heads,)](
+    n_tiles = room.codes.shape[3] // rows
+    fold_q_kernel[(-(-n_tiles // QUERY_TILES[classes]) * batch * heads,)](
         Strided(q, q.stride()),
         length,
         _hadamard(head_dim, q.dtype, q.device) if config.rotate else None,
-        codes,
-        scales,
+        *room,
         shift,
         mean,
         n_tiles,
@@ -187,7 +200,7 @@ def fold_q(
         -1.0 if scale < 0 else 1.0,
         scale,
         T=rows,
-        TILES=QUERY_TILES,
+        TILES=QUERY_TILES[classes],
         D=head_dim,
         HIGH=_class_spec(high, config.scale_rule),
         LOW=_class_spec(low, config.scale_rule),
@@ -195,7 +208,7 @@ def fold_q(
         num_stages=1 if classes == 2 else 3,
         maxnreg=128,
     )
-    return codes, scales, shift
+    return shift
 
 
 @functools.cache

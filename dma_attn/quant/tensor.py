@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..formats import E2M1_VALUES, BlockFormat, get_format
 from ..schedule import TILE
+
+
+class QueryCodes(NamedTuple):
+    """Q as the Hopper kernel reads it (`quant.folded`), or room for it.
+
+    Attributes:
+        codes: uint8 (classes, B, H, blocks * 128, D), E4M3 or int8, at absolute positions.
+        scales: float32 (classes, B, H, blocks * 128).
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
 
 
 @dataclass(frozen=True)

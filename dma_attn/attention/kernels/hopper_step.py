@@ -180,8 +180,9 @@ def start_scores(t, count, q_slot, W: gl.constexpr, smem, bars, row_scales, rang
     if RAW:
         zero = gl.full([64, 128], 0.0, gl.float32, SPEC.RAW_LAYOUT)
         mbarrier.wait(k_full.index(stage), phase)
-        pending = warpgroup_mma(matrix(q_raw.index(q_slot * 2 + W)), matrix(k_smem.index(stage)).permute((1, 0)),
-                                zero, use_acc=False, is_async=True)
+        pending = warpgroup_mma(matrix(q_raw.index(q_slot * 2 + W)),
+                                matrix(k_smem.index(stage)).permute((1, 0)), zero,
+                                use_acc=False, is_async=True)
     else:
         c = tile_class(t, ranges, SPEC.CLASSES)
         if SPEC.CLASSES == 2:
@@ -281,7 +282,8 @@ def step(state, i, last, done, q_slot, W: gl.constexpr, smem, bars, row_scales, 
          limits, ranges, RAW: gl.constexpr, SPEC: gl.constexpr):
     """P of tile last - i; its P V under the scores of the next tile and their maxima.
 
-    done: Tiles of the blocks before this one. q_slot: Where Q is. RAW: the next tile multiplies 16-bit Q and K.
+    done: Tiles of the blocks before this one. q_slot: Where Q is. RAW: the next tile multiplies
+    16-bit Q and K.
     """
     q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
