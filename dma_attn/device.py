@@ -104,9 +104,14 @@ def device_status(device: torch.device | str) -> DeviceStatus:
         if device.type == "cpu" and interpreting():
             return DeviceStatus("triton", "portable", "TRITON_INTERPRET is set")
         return DeviceStatus("reference", "reference", f"{device.type} tensors use PyTorch")
+    return _gpu_status(info, torch.version.hip is not None and _override is None)
+
+
+@functools.cache
+def _gpu_status(info: DeviceInfo, amd: bool) -> DeviceStatus:
     major, minor = info.capability
     where = f"{info.name} (compute capability {major}.{minor}, triton {info.triton})"
-    if torch.version.hip is not None and _override is None:
+    if amd:
         return DeviceStatus(
             "refused", "none", f"{where}: needs an NVIDIA GPU; use impl='reference'"
         )

@@ -65,7 +65,7 @@ WORK = Workload(1, 32, 8, 8192, 128, True)
 def row(
     candidate: str, ms: float, kind: str = KERNEL, workload: Workload = WORK, error: float = 0.01
 ) -> Row:
-    return Row(workload, candidate, kind, Timing(ms, 0.02, 1700), error)
+    return Row(workload, candidate, kind, Timing(ms, 0.02, 1700, 0.3), error)
 
 
 def test_flop_and_rate() -> None:
@@ -173,7 +173,8 @@ def test_csv_round_trip_and_markdown(tmp_path: Path) -> None:
     write_csv(path, {"gpu": "a GPU: fast"}, PREFILL_COLUMNS, prefill_cells([row("default", 0.5)]))
     facts, columns, lines = read_csv(path)
     assert facts == {"gpu": "a GPU: fast"} and columns == list(PREFILL_COLUMNS)
-    assert lines == [[str(WORK), "default", "kernel", "0.5000", "2.0", "1100", "0.0100", "1700"]]
+    assert lines == [[str(WORK), "default", "kernel", "0.5000", "2.0", "1100", "0.0100", "1700",
+                      "300"]]
     text = markdown(path)
     assert text.startswith("## prefill\n") and "| default | kernel |" in text
     path.write_text("# nothing: here\n")

@@ -88,7 +88,7 @@ def test_last_file_counts_and_images_are_reproducible(tmp_path: Path) -> None:
     [
         ("layer,candidate,error\n0,hopper,0.1\n", "columns layer, candidate, error"),
         ("", "CSV table"),
-        (",".join(PREFILL_COLUMNS) + "\nnothing,hopper,kernel,1,1,1,1,1\n", "got 'nothing'"),
+        (",".join(PREFILL_COLUMNS) + "\nnothing,hopper,kernel,1,1,1,1,1,1\n", "got 'nothing'"),
         (",".join(PREFILL_COLUMNS) + "\nB1 H32/8 S8192 D128 causal,hopper,kernel\n", "argument"),
     ],
     ids=["another table", "empty", "workload", "short line"],

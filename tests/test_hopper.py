@@ -18,6 +18,7 @@ from dma_attn import (
     explain,
     prepare_kv,
 )
+from dma_attn.attention import prepare
 from dma_attn.attention.dispatch import hopper_gap, use_hopper
 from dma_attn.device import DeviceInfo, device_info, override_device
 from dma_attn.quant.rows import Rows
@@ -337,9 +338,10 @@ class TestOnHopper:
                 negative = dma_attention_prepared(-q, kv, is_causal=True, scale=-(128**-0.5))
                 assert torch.equal(negative, ref[0])
 
-    def test_queries_are_folded_beside_keys(self) -> None:
-        """On a stream of its own, from memory of the current one: calls in a row, whose memory the
+    def test_queries_are_folded_beside_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On a stream of its own, in memory of the current one: calls in a row, whose memory the
         next ones take, give what prepared keys give."""
+        monkeypatch.setattr(prepare, "FORK_SIZE", 1)
         outs, refs = [], []
         for i in range(24):
             n = 700 + 300 * (i % 5)
@@ -352,7 +354,9 @@ class TestOnHopper:
         for out, ref in zip(outs, refs, strict=True):
             assert torch.equal(out, ref)
 
-    def test_graph_capture(self) -> None:
+    @pytest.mark.parametrize("fork_size", [1, 2**24], ids=["two streams", "one stream"])
+    def test_graph_capture(self, fork_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prepare, "FORK_SIZE", fork_size)
         q, k, v = random_qkv(1, (4, 2), (300, 300), 128, device=DEVICE)
         ref, _ = attend(q, k, v, "default,pv=fp8", is_causal=True)
         out = torch.empty_like(q)

@@ -18,6 +18,8 @@ from ..schedule import TILE, tile_count
 from .dispatch import hopper_gap
 from .types import CallOptions, PreparedKV
 
+FORK_SIZE = 2**24  # elements of Q from which a second stream saves more than it costs the host
+
 
 def prepare(
     k: torch.Tensor,
@@ -86,7 +88,8 @@ def prepare_folded(
     from ..quant.folded import fold_kv, query_codes
 
     fork = None
-    if queries is not None and queries.is_cuda and queries.numel() > 0 and not has_raw(config):
+    raw = has_raw(config)
+    if queries is not None and queries.is_cuda and queries.numel() >= FORK_SIZE and not raw:
         high, _ = class_spans(config, query=True)
         room = query_codes(queries, high, rows.length, k.shape[2])
         fork = (room, torch.cuda.current_stream().record_event())
@@ -100,7 +103,7 @@ def prepare_folded(
         mean=folded.mean,
         high=None,
         low=None,
-        k=k if has_raw(config) else None,
+        k=k if raw else None,
         v=v if folded.v is None else folded.v,
         v_scale=folded.v_scale,
         folded=(folded.codes, folded.scales),

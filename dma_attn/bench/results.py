@@ -12,7 +12,7 @@ from .prefill import Row, Verdict
 from .quantise import QuantRow, QuantVerdict
 
 PREFILL_COLUMNS = ("workload", "candidate", "kind", "ms", "spread_percent", "tflops", "error",
-                   "clock_mhz")
+                   "clock_mhz", "host_us")
 CLAIM_COLUMNS = ("workload", "candidate", "kind", "against", "ratio", "must", "target", "holds")
 QUANT_CLAIM_COLUMNS = ("length", "aim", "ratio", "must", "holds")
 QUANT_COLUMNS = ("length", "candidate", "ms", "spread_percent", "gb_per_s", "share_of_copy")
@@ -24,7 +24,8 @@ def prefill_cells(rows: Iterable[Row]) -> list[list[str]]:
     """One line a measured candidate, in the order of `PREFILL_COLUMNS`."""
     return [
         [str(r.workload), r.candidate, r.kind, f"{r.timing.ms:.4f}", f"{100 * r.timing.spread:.1f}",
-         f"{r.tflops:.0f}", f"{r.error:.4f}", str(r.timing.clock or "")]
+         f"{r.tflops:.0f}", f"{r.error:.4f}", str(r.timing.clock or ""),
+         "" if r.timing.host is None else f"{1000 * r.timing.host:.0f}"]
         for r in rows
     ]
 

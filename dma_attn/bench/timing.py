@@ -5,13 +5,15 @@ After `WARMUP` calls of each candidate every round times all of them, each over 
 it: half as many calls go before those that are timed, and every other round goes backwards, A B C
 C B A, so that no candidate always pays for the same neighbour. Reported are the median over the
 rounds and the spread (maximum - minimum) / median. With `graph` a candidate's calls are captured
-once and replayed: what the GPU needs, without the host's launch overhead.
+once and replayed: what the GPU needs, without the host's launch overhead. How long the host takes
+to enqueue a call is measured apart, as the median over the warm-up calls.
 """
 
 from __future__ import annotations
 
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,11 +27,13 @@ L2_BYTES = 50 * 2**20
 
 @dataclass(frozen=True)
 class Timing:
-    """Median time of one call in milliseconds, relative spread over the rounds, SM clock in MHz."""
+    """Median time of one call in milliseconds, relative spread over the rounds, SM clock in MHz,
+    milliseconds that the host takes to enqueue a call."""
 
     ms: float
     spread: float
     clock: int | None
+    host: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ def time_candidates(
         raise ValueError(f"rounds: expected at least {MIN_ROUNDS}, got {rounds}")
     if len({c.name for c in candidates}) < len(candidates):
         raise ValueError(f"candidates: expected one each, got {[c.name for c in candidates]}")
+    host = {c.name: _warm_up(c) for c in candidates}
     prepared = [(c.name, *_prepare(c, seconds)) for c in candidates]
     times: dict[str, list[float]] = {name: [] for name, *_ in prepared}
     clocks: dict[str, list[int]] = {name: [] for name, *_ in prepared}
@@ -64,21 +69,29 @@ def time_candidates(
             times[name].append(elapsed / (calls * repeats))
             if clock is not None:
                 clocks[name].append(clock)
-    return {name: summarise(times[name], clocks[name]) for name in times}
+    return {name: summarise(times[name], clocks[name], host[name]) for name in times}
 
 
-def summarise(times: Sequence[float], clocks: Sequence[int]) -> Timing:
+def summarise(times: Sequence[float], clocks: Sequence[int], host: float | None = None) -> Timing:
     """Median and relative spread of the rounds' times."""
     middle = statistics.median(times)
     clock = round(statistics.median(clocks)) if clocks else None
-    return Timing(middle, (max(times) - min(times)) / middle, clock)
+    return Timing(middle, (max(times) - min(times)) / middle, clock, host)
+
+
+def _warm_up(candidate: Candidate) -> float:
+    """Milliseconds that the host takes to enqueue a call: the median."""
+    times = []
+    for i in range(WARMUP):
+        start = time.perf_counter()
+        candidate.calls[i % len(candidate.calls)]()
+        times.append(1000 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 def _prepare(candidate: Candidate, seconds: float) -> tuple[Callable[[], object], int, int]:
     """What to run, how many calls it makes, and how often it lasts `seconds`."""
-    for i in range(WARMUP):
-        candidate.calls[i % len(candidate.calls)]()
-    torch.cuda.synchronize()
     calls = max(GRAPH_CALLS, len(candidate.calls))
 
     def all_calls() -> None:
