@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -88,6 +89,60 @@ def _fa3_fp8(inputs: Inputs, causal: bool) -> Call:
     return lambda: _first(module.flash_attn_func(*codes, causal=causal, **arguments))  # type: ignore[attr-defined]
 
 
+def _cudnn_fp8(inputs: Inputs, causal: bool) -> Call:
+    """One scale a tensor, which is what cuDNN's FP8 attention takes; P times 256, 16-bit output."""
+    cudnn: Any = _module("cudnn", "nvidia-cudnn-frontend")
+    kinds = cudnn.data_type
+    handle = cudnn.create_handle()
+    graph = cudnn.pygraph(
+        handle=handle,
+        io_data_type=kinds.FP8_E4M3,
+        intermediate_data_type=kinds.FLOAT,
+        compute_data_type=kinds.FLOAT,
+    )
+    out = torch.empty_like(inputs[0])
+    operands = {}
+    for name, x in zip("qkv", inputs, strict=True):
+        scale = x.float().abs().amax() / 448
+        operands[name] = (x.float() / scale).to(torch.float8_e4m3fn)
+        operands[f"descale_{name}"] = scale.reshape(1, 1, 1, 1)
+    for name, value in (("scale_s", 256.0), ("descale_s", 1 / 256), ("scale_o", 1.0)):
+        operands[name] = out.new_full((1, 1, 1, 1), value, dtype=torch.float32)
+    uids = {name: uid for uid, name in enumerate(operands)}
+    given = {
+        name: graph.tensor(
+            uid=uids[name],
+            dim=list(x.shape),
+            stride=list(x.stride()),
+            data_type=kinds.FLOAT if x.dtype == torch.float32 else kinds.FP8_E4M3,
+        )
+        for name, x in operands.items()
+    }
+    o, _, *maxima = graph.sdpa_fp8(
+        **given,
+        generate_stats=False,
+        attn_scale=inputs[0].shape[3] ** -0.5,
+        use_causal_mask=causal,
+    )
+    buffers = {uids[name]: x for name, x in operands.items()}
+    results = [out, *(out.new_empty((1, 1, 1, 1), dtype=torch.float32) for _ in maxima)]
+    types = {torch.float16: kinds.HALF, torch.bfloat16: kinds.BFLOAT16, torch.float32: kinds.FLOAT}
+    for tensor, x in zip((o, *maxima), results, strict=True):
+        uid = len(buffers)
+        buffers[uid] = x
+        tensor.set_output(True).set_uid(uid).set_dim(list(x.shape)).set_stride(list(x.stride()))
+        tensor.set_data_type(types[x.dtype])
+    graph.build()
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=out.device)
+
+    def attend() -> torch.Tensor:
+        cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
+        graph.execute(buffers, workspace, handle=handle)
+        return out
+
+    return attend
+
+
 def _sage(inputs: Inputs, causal: bool) -> Call:
     module = _module("sageattention", "sageattention")
     q, k, v = (x.half() for x in _repeated(inputs))
@@ -120,6 +175,7 @@ PEERS = {
         Peer("flash2-bf16", _sdpa("FLASH_ATTENTION")),
         Peer("fa3-bf16", _fa3),
         Peer("fa3-fp8 (given FP8)", _fa3_fp8, given_codes=True),
+        Peer("cudnn-fp8 (given FP8)", _cudnn_fp8, given_codes=True),
         Peer("sageattention-1", _sage),
         Peer("flex-bf16", _flex),
     )
