@@ -3,7 +3,7 @@
 | compute capability | Triton path |
 |---|---|
 | below 8.0 | refused: no bf16 tensor cores |
-| 9.0 | the Hopper kernel for what `attention.dispatch` lists, else the portable kernel |
+| 9.0 | the Hopper kernel (Triton 3.6) for what `attention.dispatch` lists, else the portable one |
 | others from 8.0 on (8.0, 8.6, 8.9, 10.0, 10.3, 12.0, 12.1, ...) | the portable kernel |
 """
 
@@ -20,9 +20,11 @@ import torch
 
 from .formats import check_choice
 
+HOPPER_OR = "8-bit tensor cores for what `explain` says, else "
 IMPLS = ("auto", "reference", "triton")
 MIN_CAPABILITY = (8, 0)
 MIN_TRITON = (3, 6)
+GLUON_TRITON = (3, 6)  # Gluon, which the Hopper kernel is written in, is experimental
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,14 @@ def _gpu_status(info: DeviceInfo, amd: bool) -> DeviceStatus:
             f"{where}: the kernels need compute capability 8.0 or newer; use impl='reference'",
         )
     portable = "16-bit tensor cores on upcast tiles"
-    if info.capability == (9, 0):
-        reason = f"{where}: 8-bit tensor cores for what `explain` says, else {portable}"
-        return DeviceStatus("triton", "hopper, portable", reason)
+    if hopper_runs(info):
+        return DeviceStatus("triton", "hopper, portable", f"{where}: {HOPPER_OR}{portable}")
     return DeviceStatus("triton", "portable", f"{where}: {portable}")
+
+
+def hopper_runs(info: DeviceInfo) -> bool:
+    """True when the Hopper kernel can run: the capability, and a Triton that it was tested with."""
+    return info.capability == (9, 0) and _version(info.triton or "") == GLUON_TRITON
 
 
 def use_triton(device: torch.device, impl: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from dataclasses import replace
@@ -20,7 +21,7 @@ from dma_attn import (
 )
 from dma_attn.attention import prepare
 from dma_attn.attention.dispatch import hopper_gap, use_hopper
-from dma_attn.device import DeviceInfo, device_info, override_device
+from dma_attn.device import DeviceInfo, device_info, device_status, override_device
 from dma_attn.quant.rows import Rows
 from dma_attn.testing import error_budget, quantised_oracle, random_qkv
 from tests.impls import DEVICE, ON_GPU
@@ -98,6 +99,9 @@ def test_other_calls_name_the_reason(arguments: dict[str, object], words: str) -
 def test_on_by_default_and_explained() -> None:
     q = device_tensor(1, 2, 300, 128)
     with override_device(HOPPER):
+        if os.environ.get("DMA_ATTN_TEST_HOPPER") != "0":
+            assert "(hopper kernel)" in explain(q, q, q, impl="triton")
+    with use_hopper(), override_device(HOPPER):
         text = explain(q, q, q, impl="triton")
         assert "(hopper kernel)" in text and "8-bit" in text and "folded into 128 bytes" in text
         text = explain(q, q, q, impl="triton", config=DMAConfig.preset("paper"))
@@ -105,8 +109,9 @@ def test_on_by_default_and_explained() -> None:
         with use_hopper(False):
             text = explain(q, q, q, impl="triton")
             assert "(portable kernel)" in text and "use_hopper(False)" in text
-    with override_device(replace(HOPPER, triton="3.7.1")):
+    with use_hopper(), override_device(replace(HOPPER, triton="3.7.1")):
         text = explain(q, q, q, impl="triton")
+        assert "hopper" not in device_status("cuda").kernel and "16-bit tensor cores" in text
         assert "(portable kernel)" in text and "3.6 is needed, found 3.7.1" in text
 
 
@@ -353,6 +358,26 @@ class TestOnHopper:
                 refs.append(dma_attention_prepared(q, kv, is_causal=True))
         for out, ref in zip(outs, refs, strict=True):
             assert torch.equal(out, ref)
+
+    def test_calls_on_two_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each with a second stream of its own."""
+        monkeypatch.setattr(prepare, "FORK_SIZE", 1)
+        cases = [random_qkv(1, (8, 2), (1500, 1500), 128, seed=i, device=DEVICE) for i in range(8)]
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        outs = []
+        torch.cuda.synchronize()
+        with use_hopper():
+            for i, case in enumerate(cases):
+                with torch.cuda.stream(streams[i % 2]):
+                    outs.append(dma_attention(*case, is_causal=True))
+            torch.cuda.synchronize()
+            for out, case in zip(outs, cases, strict=True):
+                assert torch.equal(out, dma_attention(*case, is_causal=True))
+
+    def test_no_queries(self) -> None:
+        q, k, v = random_qkv(1, (4, 2), (0, 300), 128, device=DEVICE)
+        out, lse = attend(q, k, v, "default,pv=fp8", is_causal=True)
+        assert out.shape == (1, 4, 0, 128) and lse.shape == (1, 4, 0)
 
     @pytest.mark.parametrize("fork_size", [1, 2**24], ids=["two streams", "one stream"])
     def test_graph_capture(self, fork_size: int, monkeypatch: pytest.MonkeyPatch) -> None:

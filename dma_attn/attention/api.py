@@ -382,7 +382,9 @@ def _run(
         if call.return_lse:
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         with device_guard(q.device):
-            if kv.folded is not None:
+            if result.numel() == 0:
+                pass
+            elif kv.folded is not None:
                 from .kernels import hopper_call
 
                 queries = folded_queries(q, kv, call.scale, lse is not None)

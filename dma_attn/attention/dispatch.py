@@ -22,12 +22,11 @@ from collections.abc import Iterator
 import torch
 
 from ..config import DMAConfig
-from ..device import device_info, fits_tma
+from ..device import GLUON_TRITON, device_info, fits_tma, hopper_runs
 from ..quant.rows import Rows
 
 FOLDED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 HEAD_DIMS = (64, 128)
-GLUON_TRITON = ["3", "6"]  # Gluon is experimental: other versions are not known to work
 
 _hopper = True
 
@@ -58,8 +57,8 @@ def hopper_gap(
         return "compute capability 9.0 is needed"
     if not _hopper:
         return "turned off by use_hopper(False)"
-    if (info.triton or "").split(".")[:2] != GLUON_TRITON:
-        return f"triton {'.'.join(GLUON_TRITON)} is needed, found {info.triton}"
+    if not hopper_runs(info):
+        return "triton {}.{} is needed, found {}".format(*GLUON_TRITON, info.triton)
     if k.dtype not in (torch.float16, torch.bfloat16):
         return f"{k.dtype} inputs"
     if k.shape[3] not in HEAD_DIMS or v.shape[3] not in HEAD_DIMS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..config import DMAConfig
-from ..device import IMPLS, DeviceStatus, device_status
+from ..device import HOPPER_OR, IMPLS, DeviceStatus, device_status
 from ..formats import BlockFormat, check_choice
 from ..quant.rows import Rows
 from ..schedule import TILE, key_ranges
@@ -67,7 +67,8 @@ def explain(
         if hopper:
             kernel, reason = "hopper", f"{reason.partition(':')[0]}: 8-bit tensor cores"
         else:
-            kernel, reason = "portable", f"{reason.partition(':')[0]}; not the Hopper kernel: {gap}"
+            reason = f"{reason.replace(HOPPER_OR, '')}; not the Hopper kernel: {gap}"
+            kernel = "portable"
     lines = [
         f"path: {status.path} ({kernel} kernel): {reason}",
         f"config: {config}: high {config.high}, low {config.low}, diag {config.diag}, "

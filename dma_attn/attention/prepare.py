@@ -148,7 +148,7 @@ def folded_queries(
         # The room comes from the current stream, which waits for the other one: nothing else
         # takes that memory, or Q's, too early or too late
         room, event = kv.fork
-        beside = _second_stream(q.device)
+        beside = _second_stream(q.device, torch.cuda.current_stream().cuda_stream)
         beside.wait_event(event)
         with torch.cuda.stream(beside):
             shift = fold_q(q, *spans, length, n_kv, kv.config, scale, mean, room)
@@ -157,7 +157,8 @@ def folded_queries(
 
 
 @functools.cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
+def _second_stream(device: torch.device, first: int) -> torch.cuda.Stream:
+    """Each stream has its own, so that calls on two streams, or a capture, never meet on one."""
     return torch.cuda.Stream(device)
 
 

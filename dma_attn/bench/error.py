@@ -20,7 +20,7 @@ from ..attention.dispatch import hopper_gap, use_hopper
 from ..config import DMAConfig
 from ..quant.rows import Rows
 from ..testing import dense_oracle
-from .peers import Call, Inputs, find_peers
+from .peers import Call, Inputs, find_peers, result
 from .prefill import FA3_FP8
 
 CONFIGS = ("hopper", "default", "default,pv=fp8", "mxfp8,pv=fp8")
@@ -93,7 +93,7 @@ def measure_errors(
             if uncovered:
                 notes[f"{text} is not on the Hopper kernel: {uncovered}"] = None
         for name, call in calls.items():
-            gaps[name].append(float((call().double() - exact).square().sum()))
+            gaps[name].append(float((result(call).double() - exact).square().sum()))
             rows.append(ErrorRow(layer, name, math.sqrt(gaps[name][-1] / norms[-1])))
     for note in notes:
         notify(note)

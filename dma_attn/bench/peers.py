@@ -26,6 +26,7 @@ class Peer:
     """A named implementation; `make(inputs, causal)` gives a call that returns (B, H, S, D).
 
     given_codes: It is given its inputs quantised, so its call is not end-to-end.
+    A call whose result is FP8 has an attribute `scale` that the result is to be multiplied by.
     """
 
     name: str
@@ -90,7 +91,8 @@ def _fa3_fp8(inputs: Inputs, causal: bool) -> Call:
 
 
 def _cudnn_fp8(inputs: Inputs, causal: bool) -> Call:
-    """One scale a tensor, which is what cuDNN's FP8 attention takes; P times 256, 16-bit output."""
+    """One scale a tensor, which is what cuDNN's FP8 attention takes; P times 256; on Hopper the
+    output is FP8 too, scaled by the largest value of a first call."""
     cudnn: Any = _module("cudnn", "nvidia-cudnn-frontend")
     kinds = cudnn.data_type
     handle = cudnn.create_handle()
@@ -100,14 +102,15 @@ def _cudnn_fp8(inputs: Inputs, causal: bool) -> Call:
         intermediate_data_type=kinds.FLOAT,
         compute_data_type=kinds.FLOAT,
     )
-    out = torch.empty_like(inputs[0])
+    out = torch.empty_like(inputs[0], dtype=torch.float8_e4m3fn)
+    largest = out.new_empty((1, 1, 1, 1), dtype=torch.float32)
     operands = {}
     for name, x in zip("qkv", inputs, strict=True):
         scale = x.float().abs().amax() / 448
         operands[name] = (x.float() / scale).to(torch.float8_e4m3fn)
         operands[f"descale_{name}"] = scale.reshape(1, 1, 1, 1)
     for name, value in (("scale_s", 256.0), ("descale_s", 1 / 256), ("scale_o", 1.0)):
-        operands[name] = out.new_full((1, 1, 1, 1), value, dtype=torch.float32)
+        operands[name] = torch.full_like(largest, value)
     uids = {name: uid for uid, name in enumerate(operands)}
     given = {
         name: graph.tensor(
@@ -118,20 +121,18 @@ def _cudnn_fp8(inputs: Inputs, causal: bool) -> Call:
         )
         for name, x in operands.items()
     }
-    o, _, *maxima = graph.sdpa_fp8(
+    o, _, _, amax_o = graph.sdpa_fp8(
         **given,
         generate_stats=False,
         attn_scale=inputs[0].shape[3] ** -0.5,
         use_causal_mask=causal,
     )
     buffers = {uids[name]: x for name, x in operands.items()}
-    results = [out, *(out.new_empty((1, 1, 1, 1), dtype=torch.float32) for _ in maxima)]
-    types = {torch.float16: kinds.HALF, torch.bfloat16: kinds.BFLOAT16, torch.float32: kinds.FLOAT}
-    for tensor, x in zip((o, *maxima), results, strict=True):
+    for tensor, x, kind in ((o, out, kinds.FP8_E4M3), (amax_o, largest, kinds.FLOAT)):
         uid = len(buffers)
         buffers[uid] = x
         tensor.set_output(True).set_uid(uid).set_dim(list(x.shape)).set_stride(list(x.stride()))
-        tensor.set_data_type(types[x.dtype])
+        tensor.set_data_type(kind)
     graph.build()
     workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=out.device)
 
@@ -140,6 +141,9 @@ def _cudnn_fp8(inputs: Inputs, causal: bool) -> Call:
         graph.execute(buffers, workspace, handle=handle)
         return out
 
+    attend()
+    operands["scale_o"].copy_(448 / largest)
+    attend.scale = largest / 448  # type: ignore[attr-defined]
     return attend
 
 
@@ -180,6 +184,12 @@ PEERS = {
         Peer("flex-bf16", _flex),
     )
 }
+
+
+def result(call: Call) -> torch.Tensor:
+    """What a peer's call computes, in 16 bits or more."""
+    out = call()
+    return out.float() * call.scale if hasattr(call, "scale") else out
 
 
 def find_peers(

@@ -23,7 +23,7 @@ from ..attention.prepare import folded_queries
 from ..config import DMAConfig
 from ..quant.rows import Rows
 from ..testing import dense_oracle, error_budget, quantised_oracle
-from .peers import PEERS, find_peers
+from .peers import PEERS, find_peers, result
 from .timing import Candidate, Timing, time_candidates
 
 KERNEL, END_TO_END = "kernel", "end-to-end"
@@ -169,7 +169,7 @@ def measure(
     candidates: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
     errors: dict[tuple[str, str], float] = {}
     for name, call in calls.items():
-        error = _error(_last(call(), workload), exact)
+        error = _error(_last(result(call), workload), exact)
         if not error <= PEER_BOUND:
             raise GateError(f"{workload}, {name}: rel-L2 {error:.2e}, bound {PEER_BOUND}")
         for kind in (KERNEL,) if PEERS[name].given_codes else (KERNEL, END_TO_END):

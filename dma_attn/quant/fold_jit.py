@@ -1,7 +1,7 @@
 """Device functions of the folding kernels: a value in its format, and folded into E4M3 codes.
 
 The arithmetic of `quant.encode` with hardware casts to FP8 and, for rotated values, reciprocals in
-place of divisions: a value within an ulp of a rounding tie may land on its other side. Values that
+place of divisions: a value within an ulp of a rounding tie may land on its other side. Q and K that
 are not rotated have 16 bits and meet ties often; they are divided. Under Triton's interpreter,
 whose FP8 casts round wrongly, the encoders of `quant.jit` take their place.
 """
@@ -219,7 +219,10 @@ def int8_codes(x, gain, SPAN: tl.constexpr, EXACT: tl.constexpr):
     amax = max_abs(x, 1)
     if SPAN == "tile":
         amax = tl.zeros_like(amax) + max_abs(amax, 0)
-    scale = amax * (tl.abs(gain) * (1.0 / element_max("int8")))
+    if EXACT:
+        scale = tl.div_rn(amax, element_max("int8"))
+    else:
+        scale = amax * (tl.abs(gain) * (1.0 / element_max("int8")))
     # Zeros get a small scale: the kernel's integer trick rounds row maxima to 2^23 scales
     scale = tl.where(scale == 0.0, 2.0**-60, scale)
     if EXACT:
