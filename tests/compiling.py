@@ -7,7 +7,10 @@ A stand-in driver answers Triton's questions about the device and each launch be
 from __future__ import annotations
 
 import contextlib
+import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -61,3 +64,25 @@ def compile_only(capability: int) -> Iterator[list[Any]]:
 def device_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A CPU tensor that stands for one on the device."""
     return torch.zeros(*shape, dtype=dtype)
+
+
+def machine_code(kernel: Any, folder: Path) -> str:
+    """SASS, by the disassembler that comes with Triton."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def hot_loops(sass: str) -> list[str]:
+    """Machine code of the loops over tiles, one a consumer warpgroup."""
+    lines = sass.splitlines()
+    labels = {line.strip(" :"): i for i, line in enumerate(lines) if line.startswith(".L_x_")}
+    spans = []
+    for end, line in enumerate(lines):
+        target = re.search(r"@!?P\d+ +BRA.*`\((\.L_x_\d+)\)", line)
+        begin = labels.get(target[1], end) if target else end
+        if begin < end and any("GMMA.64x8x" in x for x in lines[begin:end]):
+            spans.append(range(begin, end))
+    inner = [s for s in spans if not any(o != s and o[0] in s and o[-1] in s for o in spans)]
+    return ["\n".join(lines[s[0] : s[-1]]) for s in inner]

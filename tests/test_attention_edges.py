@@ -18,7 +18,7 @@ from dma_attn import (
     quantize,
     scaled_dot_product_attention,
 )
-from dma_attn.attention.api import visible_keys
+from dma_attn.attention.prepare import visible_keys
 from dma_attn.testing import assert_rel_l2, random_qkv
 from tests.impls import DEVICE, check_against_oracle, each_impl
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from dma_attn.bench import error as error_module
 from dma_attn.bench import peers as peers_module
-from dma_attn.bench import timing
 from dma_attn.bench.compile import CompileRow, first_calls
 from dma_attn.bench.error import (
     ALL_LAYERS,
@@ -52,7 +50,7 @@ from dma_attn.bench.results import (
     read_csv,
     write_csv,
 )
-from dma_attn.bench.timing import Candidate, Timing, summarise, time_candidates
+from dma_attn.bench.timing import Timing
 from dma_attn.cli import main
 from dma_attn.evaluation.models import load_model
 from dma_attn.evaluation.text import read_text, token_ids
@@ -124,39 +122,6 @@ def test_claims_concern_their_workloads_only() -> None:
     assert {c.against for c in CLAIMS if c.applies(narrow)} == {("fa3-bf16",), FA3_FP8}
     end_to_end = [c for c in CLAIMS if c.kind == END_TO_END]
     assert judge([row("default,pv=fp8", 1.0)], end_to_end)[0].ratio is None
-
-
-def test_summary() -> None:
-    assert summarise([3.0, 1.0, 2.0], [1700, 1800]) == Timing(2.0, 1.0, 1750)
-    assert summarise([2.0], []).clock is None
-
-
-def test_turns_alternate_after_a_lead(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-
-    def prepared(candidate: Candidate, _: float) -> tuple[Callable[[], object], int, int]:
-        return (lambda: log.append(candidate.name)), 4, 1 if candidate.name == "a" else 6
-
-    def elapsed(run: Callable[[], object], repeats: int, *_: object) -> tuple[float, None]:
-        log.append(f"time {repeats}")
-        return 8.0 * repeats, None
-
-    monkeypatch.setattr(timing, "_warm_up", lambda candidate: 0.5)
-    monkeypatch.setattr(timing, "_prepare", prepared)
-    monkeypatch.setattr(timing, "_elapsed", elapsed)
-    candidates = [Candidate(name, [lambda: None]) for name in "ab"]
-    result = time_candidates(candidates, rounds=5)
-    assert result["a"] == Timing(2.0, 0.0, None, 0.5)
-    a, b = ["a", "time 1"], ["b", "b", "b", "time 6"]
-    assert log == [*a, *b, *b, *a, *a, *b, *b, *a, *a, *b]
-
-
-def test_timing_refuses_too_few_rounds_and_twins() -> None:
-    with pytest.raises(ValueError, match="rounds"):
-        time_candidates([], rounds=4)
-    twin = Candidate("a", [lambda: None])
-    with pytest.raises(ValueError, match="one each"):
-        time_candidates([twin, twin])
 
 
 def test_missing_peers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ from tests.impls import DEVICE, ON_GPU
 
 pytest.importorskip("triton")
 
-import triton
 
-from tests.compiling import compile_only, device_tensor
+from tests.compiling import compile_only, device_tensor, hot_loops, machine_code
 
 HOPPER = DeviceInfo("test Hopper", (9, 0), 232448, "3.6.0")
 CONFIGS = ["default", "default,pv=fp8", "hopper", "hopper,pv=fp16", "mxfp8,pv=fp8", "nvfp4",
@@ -127,28 +125,6 @@ def compiled(config: str, dims: tuple[int, int], **arguments: object) -> Any:
     kernel = by_name["hopper_kernel"]
     assert kernel.metadata.shared <= 232448
     return kernel
-
-
-def machine_code(kernel: Any, folder: Path) -> str:
-    """SASS, by the disassembler that comes with Triton."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def hot_loops(sass: str) -> list[str]:
-    """Machine code of the loops over tiles, one a consumer warpgroup."""
-    lines = sass.splitlines()
-    labels = {line.strip(" :"): i for i, line in enumerate(lines) if line.startswith(".L_x_")}
-    spans = []
-    for end, line in enumerate(lines):
-        target = re.search(r"@!?P\d+ +BRA.*`\((\.L_x_\d+)\)", line)
-        begin = labels.get(target[1], end) if target else end
-        if begin < end and any("GMMA.64x8x" in x for x in lines[begin:end]):
-            spans.append(range(begin, end))
-    inner = [s for s in spans if not any(o != s and o[0] in s and o[-1] in s for o in spans)]
-    return ["\n".join(lines[s[0] : s[-1]]) for s in inner]
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (64, 128), (128, 64)], ids=str)

@@ -12,8 +12,8 @@ from ..device import device_guard, use_triton
 from ..quant.rows import Rows
 from . import reference
 from . import validate as check
-from .prepare import folded_queries, has_raw, prepare
-from .types import CallOptions, PreparedKV, mask_floor
+from .prepare import folded_queries, has_raw, prepare, visible_keys
+from .types import CallOptions, PreparedKV
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -234,24 +234,6 @@ def masked_attention(
     attended = _run(q, kv, call, result, impl)
     assert isinstance(attended, torch.Tensor)  # no LSE was asked for
     return attended
-
-
-def visible_keys(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
-    """(B, S_kv) bool: keys that some query of some head may see, from an unexpanded attn_mask.
-
-    Args:
-        shape: (B, H_q, S_q, S_kv) that the mask broadcasts to.
-    """
-    mask = mask[(None,) * (4 - mask.dim())]
-    # One row stands for those that a stride of 0 repeats
-    mask = mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.stride())]
-    if 0 in mask.shape[1:3]:
-        visible = torch.zeros(mask.shape[0], mask.shape[3], dtype=torch.bool, device=mask.device)
-    elif mask.dtype == torch.bool:
-        visible = mask.any(2).any(1)
-    else:
-        visible = mask.amax((1, 2)) > mask_floor(mask.dtype)
-    return visible.broadcast_to(shape[0], shape[3])
 
 
 def dma_attention_varlen(

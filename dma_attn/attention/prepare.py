@@ -16,7 +16,7 @@ from ..quant.tensor import BlockScaledTensor
 from ..quant.transforms import key_mean, rotate
 from ..schedule import TILE, tile_count
 from .dispatch import hopper_gap
-from .types import CallOptions, PreparedKV
+from .types import CallOptions, PreparedKV, mask_floor
 
 FORK_SIZE = 2**24  # elements of Q from which a second stream saves more than it costs the host
 
@@ -292,3 +292,21 @@ def query_copies(
     low = canonical.low_format if kv.low is not None else None
     multiplier = scale * LOG2_E if kv.config.folds_scale else None
     return quantise_operand(q, high, low, rows, kv.config, None, multiplier, True, triton)
+
+
+def visible_keys(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
+    """(B, S_kv) bool: keys that some query of some head may see, from an unexpanded attn_mask.
+
+    Args:
+        shape: (B, H_q, S_q, S_kv) that the mask broadcasts to.
+    """
+    mask = mask[(None,) * (4 - mask.dim())]
+    # One row stands for those that a stride of 0 repeats
+    mask = mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.stride())]
+    if 0 in mask.shape[1:3]:
+        visible = torch.zeros(mask.shape[0], mask.shape[3], dtype=torch.bool, device=mask.device)
+    elif mask.dtype == torch.bool:
+        visible = mask.any(2).any(1)
+    else:
+        visible = mask.amax((1, 2)) > mask_floor(mask.dtype)
+    return visible.broadcast_to(shape[0], shape[3])

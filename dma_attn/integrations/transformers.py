@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import DMAConfig, dma_attention, dma_attention_varlen
-from ..attention.api import masked_attention, visible_keys
+from ..attention.api import masked_attention
+from ..attention.prepare import visible_keys
 from .transformers_masks import dma_mask, is_traced, key_mask, last_key, once_a_pass
 
 NAME = "dma"
