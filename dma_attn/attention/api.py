@@ -364,17 +364,15 @@ def _run(
         if call.return_lse:
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         with device_guard(q.device):
-            if result.numel() == 0:
-                pass
-            elif kv.folded is not None:
+            if kv.folded is None:
+                from .kernels import portable
+
+                portable.launch(q, kv, call, target, lse)
+            elif result.numel() > 0:
                 from .kernels import hopper_call
 
                 queries = folded_queries(q, kv, call.scale, lse is not None)
                 hopper_call.run(queries, kv, call, target, lse)
-            else:
-                from .kernels import portable
-
-                portable.launch(q, kv, call, target, lse)
     elif kv.folded is not None:
         raise ValueError(
             'impl: expected "triton" or "auto" for keys prepared for the Hopper kernel, got '

@@ -34,9 +34,7 @@ def run(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Fill out (B, H_q, S_q, Dv) and lse (B, H_q, S_q) from what `folded_queries` returned."""
-    if out.numel() == 0:
-        return
+    """Fill out (B, H_q, S_q, Dv), not empty, and lse (B, H_q, S_q) from `folded_queries`."""
     assert kv.folded is not None  # what brought the call here
     codes, raw = queries.codes, queries.raw
     k_codes, k_scales = kv.folded
