@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -150,16 +151,21 @@ class DMAConfig:
 
     def canonical(self) -> DMAConfig:
         """The same numbers with single-precision calls written one way: all tiles low."""
-        if self.diag == "full":
-            return replace(self, low=self.high, diag=0, sink=0)
-        if self.high == self.low or (self.diag == 0 and self.sink == 0):
-            return replace(self, high=self.low, diag=0, sink=0)
-        return self
+        return _canonical(self)
 
     @property
     def folds_scale(self) -> bool:
         """True when scale * log2(e) multiplies Q before quantisation (the authors' order)."""
         return self.scale_rule == "paper"
+
+
+@functools.cache
+def _canonical(config: DMAConfig) -> DMAConfig:  # a call asks several times
+    if config.diag == "full":
+        return replace(config, low=config.high, diag=0, sink=0)
+    if config.high == config.low or (config.diag == 0 and config.sink == 0):
+        return replace(config, high=config.low, diag=0, sink=0)
+    return config
 
 
 def _check_tokens(name: str, value: object, also: str = "") -> None:

@@ -173,6 +173,7 @@ def widths(config: DMAConfig, call: CallOptions, n_q: int, n_kv: int) -> tuple[i
     )
 
 
+@functools.cache
 def class_spans(
     config: DMAConfig, query: bool
 ) -> tuple[tuple[BlockFormat, str] | None, tuple[BlockFormat, str]]:

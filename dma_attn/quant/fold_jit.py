@@ -46,13 +46,14 @@ def max_abs(x, axis: tl.constexpr):
 
 @triton.jit
 def _to_e2m1(x):
-    """Nearest E2M1 value, ties to even: adding 1.5 * 2^22 quanta rounds at the quantum of x.
+    """Nearest E2M1 value, ties to even: adding an even number, 2^23 at least, of quanta rounds.
 
-    Not saturating: from 7 on the result is 8.
+    In units of 2^22 that number is 1 (for 0) to 1.875, 2.75 and 4.5 for x below 2, 4 and 8. Not
+    saturating: from 7 on the result is 8.
     """
-    binade = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    binade = binade.to(tl.float32, bitcast=True)
-    return tl.fma(binade, -1.5 * 2.0**22, tl.fma(binade, 1.5 * 2.0**22, x))
+    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    shift = tl.fma(binade, 0.875 * 2.0**22, 2.0**22)
+    return (x + shift) - shift
 
 
 @triton.jit

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .fold_jit import INTERPRETED, e4m3_code, fold, in_format, int8_codes, reciprocal
-from .jit import abs_bits, constant, item, rotation_norm, scale_kind, sequence
+from .jit import constant, item, rotation_norm, scale_kind, sequence
 from .kernels import common, program_ids
 
 
@@ -35,22 +36,51 @@ def _store_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles
 
 
 @triton.jit
-def _load_tile(x, b, h, rows, mask_t, D: tl.constexpr):
-    """Rows of a strided 16-bit operand, (T, D); zeros where mask_t is False."""
-    at = rows[:, None] * x.strides[2] + tl.arange(0, D).to(tl.int64)[None, :] * x.strides[3]
-    return tl.load(x.ptr + b * x.strides[0] + h * x.strides[1] + at, mask=mask_t[:, None],
-                   other=0.0)
+def _inside(rows, length):
+    """Rows without data read the first or the last that holds some."""
+    return tl.maximum(tl.minimum(rows, length - 1), 0)
 
 
 @triton.jit
-def _prefetch_rows(x, b, h, rows, length, D: tl.constexpr):
+def _load_rows(x, b, h, rows, D: tl.constexpr):
+    """Rows (int64) of a strided 16-bit operand, (T, D)."""
+    at = rows[:, None] * x.strides[2] + tl.arange(0, D).to(tl.int64)[None, :] * x.strides[3]
+    return tl.load(x.ptr + b * x.strides[0] + h * x.strides[1] + at)
+
+
+@triton.jit
+def _load_tile(x, desc, b, h, begin, length, T: tl.constexpr, D: tl.constexpr):
+    """T rows from begin on, (T, D), straight to shared memory where TMA can; rows without data hold
+    anything."""
+    if desc is None:
+        rows = begin.to(tl.int64) + tl.arange(0, T)
+        return _load_rows(x, b, h, _inside(rows, length), D)
+    else:
+        return desc.load([b.to(tl.int32), h.to(tl.int32), begin, 0]).reshape(T, D)
+
+
+@triton.jit
+def _prefetch_rows(x, b, h, rows, D: tl.constexpr):
     """Fetch rows of a 16-bit operand to L2, where its elements of a row lie side by side."""
     if not INTERPRETED:
-        rows = tl.minimum(tl.maximum(rows, 0), length - 1)
         at = rows[:, None] * x.strides[2] + tl.arange(0, D // 64)[None, :] * 64 * x.strides[3]
         tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
                                   [x.ptr + b * x.strides[0] + h * x.strides[1] + at],
                                   dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _wait_for_kernel_before():
+    """With programmatic dependent launch: until the kernel before this one has ended."""
+    if not INTERPRETED:
+        gdc_wait()
+
+
+@triton.jit
+def _start_kernel_after():
+    """With programmatic dependent launch: the next kernel may start, up to its wait."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -75,19 +105,23 @@ def _rotated(raw, matrix, D: tl.constexpr):
 
 
 @triton.jit
-def _fold_rows(raw, mean, mask_t, sign, matrix, codes_ptr, scales_ptr, plane, planes, tile,
-               n_tiles, T: tl.constexpr, D: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
-               QUERY: tl.constexpr):
-    """A tile of K (minus the rotated mean (D,)) or Q in each class."""
+def _fold_rows(raw, mask_t, mean_ptr, sign, matrix, codes_ptr, scales_ptr, plane, planes, tile,
+               n_tiles, T: tl.constexpr, D: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
+    """A tile of K (minus the rotated mean (planes, D); zeros where mask_t (T,) is False), or of Q
+    (mask_t None), in each class."""
+    QUERY: tl.constexpr = mask_t is None
     if matrix is None:
         y = raw.to(tl.float32)
         gain = tl.zeros([], tl.float32) + sign
     else:
         y = _rotated(raw, matrix, D)
         gain = rotation_norm(D) * sign
-    if not QUERY:
-        y = tl.where(mask_t[:, None], y * gain - mean[None, :], 0.0)
+    if mean_ptr is not None:
+        _wait_for_kernel_before()
+        y = y * gain - tl.load(mean_ptr + plane * D + tl.arange(0, D))[None, :]
         gain = tl.zeros([], tl.float32) + 1.0
+    if not QUERY:
+        y = tl.where(mask_t[:, None], y, 0.0)
     if HIGH is not None:
         _store_class(y, gain, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH,
                      matrix is None, QUERY)
@@ -100,52 +134,48 @@ def _fold_v_rows(v, codes_ptr, scale_ptr, b, h, begin, length, plane, n_tiles, T
                  D: tl.constexpr):
     """128 keys of V -> E4M3 codes (Dv, 128), keys permuted in groups of 16."""
     j = tl.arange(0, T)
-    rows = begin + (j & -16) + (j & 1) + 4 * (j & 2) + ((j & 12) >> 1)
-    x = _load_tile(v, b, h, rows, rows < length, D).to(tl.float32)
+    rows = begin.to(tl.int64) + (j & -16) + (j & 1) + 4 * (j & 2) + ((j & 12) >> 1)
+    x = _load_rows(v, b, h, _inside(rows, length), D).to(tl.float32)
+    _wait_for_kernel_before()
     offs_d = tl.arange(0, D)
     scale = tl.load(scale_ptr + plane * D + offs_d)
-    x = tl.where(abs_bits(x) >= 0x7F800000, float("nan"), x * reciprocal(scale)[None, :])
-    codes = e4m3_code(x)
+    codes = e4m3_code(tl.fma(x, 0.0, x * reciprocal(scale)[None, :]))  # Inf becomes NaN
     at = (plane * D + offs_d)[:, None] * (n_tiles * T) + (begin + j)[None, :]
     tl.store(codes_ptr + at, tl.trans(codes))
 
 
 @triton.jit(do_not_specialize=["n_tiles", "planes", "H", "S"])
-def fold_kv_kernel(k, v, length_ptr, mean_ptr, hadamard_ptr, codes_ptr, scales_ptr, v_codes_ptr,
-                    v_scale_ptr, n_tiles, planes, H, S, T: tl.constexpr, TILES: tl.constexpr,
-                    D: tl.constexpr, DV: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
-    """Programs take TILES tiles of K, then (with FP8 V) of V."""
-    groups = tl.cdiv(n_tiles, TILES)
-    is_v = tl.program_id(0) >= groups * planes
-    plane = (tl.program_id(0) // groups % planes).to(tl.int64)
-    group = tl.program_id(0) % groups
-    b = plane // H
-    h = plane % H
+def fold_kv_kernel(k, k_desc, v, length_ptr, mean_ptr, hadamard_ptr, codes_ptr, scales_ptr,
+                   v_codes_ptr, v_scale_ptr, n_tiles, planes, H, S, T: tl.constexpr,
+                   TILES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HIGH: tl.constexpr,
+                   LOW: tl.constexpr):
+    """Programs take TILES tiles of K, and of V (FP8), in turns: one is fetched to L2 while the
+    other is computed."""
+    group, b, h = program_ids(tl.cdiv(n_tiles, TILES), H)
+    plane = b * H + h
     _, length = sequence(b, None, length_ptr, S, S)
     count = tl.minimum(TILES, tl.cdiv(length, T) - group * TILES)
-    if is_v:
-        if v_codes_ptr is not None:
-            for i in range(0, count):
-                begin = (group * TILES + i).to(tl.int64) * T
-                _fold_v_rows(v, v_codes_ptr, v_scale_ptr, b, h, begin, length, plane,
-                             n_tiles.to(tl.int64), T, DV)
-    elif count > 0:
-        mean = tl.zeros([D], tl.float32)
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + plane * D + tl.arange(0, D))
+    if count > 0:
         matrix = None if hadamard_ptr is None else _hadamard_tile(hadamard_ptr, D)
         for i in range(0, count):
             tile = group * TILES + i
             rows = tile.to(tl.int64) * T + tl.arange(0, T)
-            mask_t = rows < length
-            _fold_rows(_load_tile(k, b, h, rows, mask_t, D), mean, mask_t, 1.0, matrix, codes_ptr,
-                       scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH, LOW, False)
+            raw = _load_tile(k, k_desc, b, h, tile * T, length, T, D)
+            if v_codes_ptr is not None:
+                _prefetch_rows(v, b, h, _inside(rows, length), DV)
+            _fold_rows(raw, rows < length, mean_ptr, 1.0, matrix, codes_ptr, scales_ptr, plane,
+                       planes, tile, n_tiles, T, D, HIGH, LOW)
+            if i + 1 < count:
+                _prefetch_rows(k, b, h, _inside(rows + T, length), D)
+            if v_codes_ptr is not None:
+                _fold_v_rows(v, v_codes_ptr, v_scale_ptr, b, h, tile * T, length, plane,
+                             n_tiles.to(tl.int64), T, DV)
 
 
 @triton.jit(do_not_specialize=["n_tiles", "planes", "H", "GROUP", "S", "S_KV", "scale"])
-def fold_q_kernel(q, length_ptr, hadamard_ptr, codes_ptr, scales_ptr, shift_ptr, mean_ptr, n_tiles,
-                   planes, H, GROUP, S, S_KV, sign, scale, T: tl.constexpr, TILES: tl.constexpr,
-                   D: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
+def fold_q_kernel(q, q_desc, length_ptr, hadamard_ptr, codes_ptr, scales_ptr, shift_ptr, mean_ptr,
+                  n_tiles, planes, H, GROUP, S, S_KV, sign, scale, T: tl.constexpr,
+                  TILES: tl.constexpr, D: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
     """Tiles of queries at absolute positions; shift (B, H, S) = scale * q . mean."""
     group, b, h = program_ids(tl.cdiv(n_tiles, TILES), H)
     _, kv_len = sequence(b, None, length_ptr, S_KV, S_KV)
@@ -153,91 +183,119 @@ def fold_q_kernel(q, length_ptr, hadamard_ptr, codes_ptr, scales_ptr, shift_ptr,
     plane = b * H + h
     for i in range(0, tl.minimum(TILES, n_tiles - group * TILES)):
         tile = group * TILES + i
-        rows = tile.to(tl.int64) * T - ((kv_len - S) & 127) + tl.arange(0, T)
-        mask_t = (rows >= 0) & (rows < S)
-        raw = _load_tile(q, b, h, rows, mask_t, D)
+        begin = tile * T - ((kv_len - S) & 127)
+        rows = begin.to(tl.int64) + tl.arange(0, T)
+        raw = _load_tile(q, q_desc, b, h, begin, S, T, D)
         if i + 1 < TILES:
-            _prefetch_rows(q, b, h, rows + T, S, D)
+            _prefetch_rows(q, b, h, _inside(rows + T, S), D)
         if shift_ptr is not None:
             mean = tl.load(mean_ptr + (b * (H // GROUP) + h // GROUP) * D + tl.arange(0, D))
             shift = tl.sum(raw.to(tl.float32) * mean[None, :], 1) * scale
-            tl.store(shift_ptr + plane * S + rows, shift, mask=mask_t)
-        _fold_rows(raw, None, mask_t, sign, matrix, codes_ptr, scales_ptr, plane, planes, tile,
-                   n_tiles, T, D, HIGH, LOW, True)
+            tl.store(shift_ptr + plane * S + rows, shift, mask=(rows >= 0) & (rows < S))
+        _fold_rows(raw, None, None, sign, matrix, codes_ptr, scales_ptr, plane, planes, tile,
+                   n_tiles, T, D, HIGH, LOW)
 
 
 @triton.jit
-def _merged(total, count, amax, total_1, count_1, amax_1):
-    return total + total_1, count + count_1, tl.maximum(amax, amax_1)
+def _merged(total, amax, total_1, amax_1):
+    return total + total_1, tl.maximum(amax, amax_1)
 
 
 @triton.jit
-def _column_statistics(total, count, amax):
-    """Columns of (T, D), (T, D), (T, DV): sums, sums and maxima."""
+def _column_statistics(total, amax):
+    """Columns of (T, D) and (T, DV): sums and maxima."""
     if not INTERPRETED and total.shape[1] == amax.shape[1]:
-        return tl.reduce((total, count, amax), 0, _merged)  # one exchange between warps
+        return tl.reduce((total, amax), 0, _merged)  # one exchange between warps
     else:
-        return tl.sum(total, 0), tl.sum(count, 0), tl.max(amax, 0)
+        return tl.sum(total, 0), tl.max(amax, 0)
 
 
 @triton.jit(do_not_specialize=["n_blocks", "H", "S"])
 def statistics_kernel(k, v, length_ptr, partial_ptr, n_blocks, H, S, MEAN: tl.constexpr,
                       AMAX: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
                       DV: tl.constexpr):
-    """Per channel of ROWS keys: sum and count of finite K (MEAN), largest finite |V| (AMAX)."""
+    """Per channel of ROWS keys: sum of K (MEAN), largest |V| (AMAX)."""
+    _start_kernel_after()
     i_block, b, h = program_ids(n_blocks, H)
     _, length = sequence(b, None, length_ptr, S, S)
     total = tl.zeros([T, D], tl.float32)
-    count = tl.zeros([T, D], tl.float32)
-    amax = tl.zeros([T, DV], tl.int32)
+    amax = tl.zeros([T, DV], tl.float32)
     begin = i_block.to(tl.int64) * ROWS
-    for i in tl.static_range(0, ROWS, T):  # unrolled: all loads in flight at once
-        rows = begin + i + tl.arange(0, T)
-        mask_t = rows < length
+    if begin + ROWS <= length:  # without masks: many loads in flight at once
+        for i in tl.static_range(0, ROWS, T):
+            rows = begin + i + tl.arange(0, T)
+            if MEAN:
+                total += _load_rows(k, b, h, rows, D).to(tl.float32)
+            if AMAX:
+                amax = tl.maximum(amax, tl.abs(_load_rows(v, b, h, rows, DV).to(tl.float32)))
+    else:
+        for i in range(0, length - begin, T):
+            rows = begin + i + tl.arange(0, T)
+            if MEAN:
+                x = _load_rows(k, b, h, _inside(rows, length), D).to(tl.float32)
+                total += tl.where((rows < length)[:, None], x, 0.0)
+            if AMAX:
+                x = _load_rows(v, b, h, _inside(rows, length), DV).to(tl.float32)
+                amax = tl.maximum(amax, tl.abs(x))
+    sums, maxima = _column_statistics(total, amax)
+    at = partial_ptr + ((b * H + h) * n_blocks + i_block) * (D + DV)
+    tl.store(at + tl.arange(0, D), sums)
+    tl.store(at + D + tl.arange(0, DV), maxima)
+
+
+@triton.jit
+def _finite_statistics(k, v, b, h, length, MEAN: tl.constexpr, AMAX: tl.constexpr,
+                       T: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
+    """Sums, counts (D,), largest magnitudes (DV,) of the finite values of all keys of a head."""
+    total = tl.zeros([T, D], tl.float32)
+    count = tl.zeros([T, D], tl.float32)
+    amax = tl.zeros([T, DV], tl.float32)
+    for begin in range(0, length, T):
+        rows = (begin + tl.arange(0, T)).to(tl.int64)
         if MEAN:
-            x = _load_tile(k, b, h, rows, mask_t, D).to(tl.float32)
-            finite = mask_t[:, None] & (abs_bits(x) < 0x7F800000)
+            x = _load_rows(k, b, h, _inside(rows, length), D).to(tl.float32)
+            finite = (rows < length)[:, None] & (tl.abs(x) < float("inf"))
             total += tl.where(finite, x, 0.0)
             count += tl.where(finite, 1.0, 0.0)
         if AMAX:
-            raw = abs_bits(_load_tile(v, b, h, rows, mask_t, DV).to(tl.float32))
-            amax = tl.maximum(amax, tl.where(raw < 0x7F800000, raw, 0))
-    sums, counts, maxima = _column_statistics(total, count, amax)
-    at = partial_ptr + ((b * H + h) * n_blocks + i_block) * (2 * D + DV)
-    tl.store(at + tl.arange(0, D), sums)
-    tl.store(at + D + tl.arange(0, D), counts)
-    tl.store(at + 2 * D + tl.arange(0, DV), maxima.to(tl.float32, bitcast=True))
+            x = tl.abs(_load_rows(v, b, h, _inside(rows, length), DV).to(tl.float32))
+            amax = tl.maximum(amax, tl.where(x < float("inf"), x, 0.0))
+    return tl.sum(total, 0), tl.sum(count, 0), tl.max(amax, 0)
 
 
 @triton.jit(do_not_specialize=["n_blocks", "H", "S"])
-def combine_kernel(partial_ptr, length_ptr, hadamard_ptr, mean_ptr, rotated_ptr, v_scale_ptr,
+def combine_kernel(k, v, partial_ptr, length_ptr, hadamard_ptr, mean_ptr, rotated_ptr, v_scale_ptr,
                    n_blocks, H, S, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
     """Per channel of a head: mean of K over finite values, as it is and rotated, E4M3 scale of V.
 
     The order of the sum depends neither on timing nor on unused keys beyond the length.
     """
+    _start_kernel_after()
     plane = tl.program_id(0).to(tl.int64)
     _, length = sequence(plane // H, None, length_ptr, S, S)
     used = tl.cdiv(length, ROWS)
-    CHUNK: tl.constexpr = 64
-    WIDTH: tl.constexpr = 2 * D + DV
+    CHUNK: tl.constexpr = 32
     offs_d = tl.arange(0, D)
     offs_v = tl.arange(0, DV)
     ROTATED: tl.constexpr = mean_ptr is not None and hadamard_ptr is not None
     if ROTATED:  # in flight beside the partial results
         signs = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
+    _wait_for_kernel_before()
     total = tl.zeros([CHUNK, D], tl.float32)
-    count = tl.zeros([CHUNK, D], tl.float32)
-    amax = tl.zeros([CHUNK, DV], tl.int32)
+    amax = tl.zeros([CHUNK, DV], tl.float32)
     for c in range(0, used, CHUNK):
         block = c + tl.arange(0, CHUNK)
         mask = (block < used)[:, None]
-        row = partial_ptr + (plane * n_blocks + block)[:, None] * WIDTH
+        row = partial_ptr + (plane * n_blocks + block)[:, None] * (D + DV)
         total += tl.load(row + offs_d[None, :], mask=mask, other=0.0)
-        count += tl.load(row + D + offs_d[None, :], mask=mask, other=0.0)
-        amax = tl.maximum(amax, tl.load(row + 2 * D + offs_v[None, :], mask=mask,
-                                        other=0.0).to(tl.int32, bitcast=True))
-    sums, counts, maxima = _column_statistics(total, count, amax)
+        amax = tl.maximum(amax, tl.load(row + D + offs_v[None, :], mask=mask, other=0.0))
+    sums, maxima = _column_statistics(total, amax)
+    counts = tl.zeros([D], tl.float32) + length
+    # Inf or NaN: 0 times that is NaN (NaN in V is no maximum)
+    if ~(tl.sum(sums * 0.0, 0) + tl.sum(maxima * 0.0, 0) == 0.0):
+        sums, counts, maxima = _finite_statistics(k, v, plane // H, plane % H, length,
+                                                  mean_ptr is not None, v_scale_ptr is not None,
+                                                  CHUNK, D, DV)
     if mean_ptr is not None:
         mean = tl.div_rn(sums, tl.maximum(counts, 1.0))
         tl.store(mean_ptr + plane * D + offs_d, mean)
@@ -246,5 +304,5 @@ def combine_kernel(partial_ptr, length_ptr, hadamard_ptr, mean_ptr, rotated_ptr,
             dims = (offs_d & -64) + (offs_d & 6) * 8 + ((offs_d >> 2) & 14) + (offs_d & 1)
             tl.store(rotated_ptr + plane * D + dims, rotated * rotation_norm(D))
     if v_scale_ptr is not None:
-        scale = maxima.to(tl.float32, bitcast=True) / constant("E4M3_MAX")
+        scale = maxima / constant("E4M3_MAX")
         tl.store(v_scale_ptr + plane * DV + offs_v, tl.where(scale < 2.0**-100, 1.0, scale))

@@ -7,7 +7,7 @@
 s spans a tile of 128 keys (K) or one query (Q). Folding a block scale into an element is exact for
 MXFP4 up to 14 binades below the tile maximum, keeps MXFP8's mantissas among E4M3's normal numbers,
 and rounds NVFP4 once more (docs/numerics.md has the bounds). Rows sit at absolute positions: Q's
-first block may start before the first query. Rows without data are zeros.
+first block may start before the first query. Rows of K without data are zeros, those of Q anything.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ import functools
 from typing import NamedTuple
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..config import DMAConfig
+from ..device import fits_tma, interpreting
 from ..formats import BlockFormat
 from ..schedule import TILE, tile_count
 from .fold_kernels import combine_kernel, fold_kv_kernel, fold_q_kernel, statistics_kernel
 from .kernels import Strided
 from .tensor import QueryCodes
 
-STATISTICS_ROWS = 128  # keys to a program
-KEY_TILES = 1  # tiles of K, or of V, to a program
+STATISTICS_ROWS = 256  # keys to a program
+KEY_TILES = {1: 2, 2: 1}  # tiles of K, or of V, to a program, by classes of K
+# A launch that may begin before the one before it has ended, and waits for that where it must
+_DEPENDENT = {} if interpreting() else {"launch_pdl": True}
 QUERY_TILES = {1: 8, 2: 2}  # tiles of Q to a program, which fetches the Hadamard matrix once
 
 
@@ -79,7 +83,7 @@ def fold_kv(
         n_blocks = -(-size // STATISTICS_ROWS)
         if mean is not None and matrix is not None:
             rotated = torch.empty_like(mean)
-        partial = empty(planes, n_blocks, 2 * head_dim + value_dim)
+        partial = empty(planes, n_blocks, head_dim + value_dim)
         statistics_kernel[(n_blocks * planes,)](
             k_arg,
             v_arg,
@@ -95,9 +99,11 @@ def fold_kv(
             D=head_dim,
             DV=value_dim,
             num_warps=4,
-            maxnreg=168,
+            maxnreg=128,
         )
         combine_kernel[(planes,)](
+            k_arg,
+            v_arg,
             partial,
             length,
             matrix,
@@ -111,13 +117,15 @@ def fold_kv(
             D=head_dim,
             DV=value_dim,
             num_warps=8,
+            **_DEPENDENT,
         )
     classes = 1 if high is None else 2
     codes = empty(classes, batch, heads, n_tiles * TILE, head_dim, dtype=torch.uint8)
     scales = empty(classes, batch, heads, n_tiles)
     v_codes = empty(batch, heads, value_dim, n_tiles * TILE, dtype=torch.uint8) if fp8 else None
-    fold_kv_kernel[(-(-n_tiles // KEY_TILES) * planes * (1 + fp8),)](
+    fold_kv_kernel[(-(-n_tiles // KEY_TILES[classes]) * planes,)](
         k_arg,
+        _rows_descriptor(k, TILE),
         v_arg,
         length,
         rotated,
@@ -131,14 +139,15 @@ def fold_kv(
         heads,
         size,
         T=TILE,
-        TILES=KEY_TILES,
+        TILES=KEY_TILES[classes],
         D=head_dim,
         DV=value_dim,
         HIGH=_class_spec(high, config.scale_rule),
         LOW=_class_spec(low, config.scale_rule),
         num_warps=8,
         maxnreg=128,
-        num_stages=KEY_TILES,
+        num_stages=1,
+        **(_DEPENDENT if mean is not None or fp8 else {}),
     )
     return FoldedKV(codes, scales, mean, v_codes, v_scale)
 
@@ -186,6 +195,7 @@ def fold_q(
     n_tiles = room.codes.shape[3] // rows
     fold_q_kernel[(-(-n_tiles // QUERY_TILES[classes]) * batch * heads,)](
         Strided(q, q.stride()),
+        _rows_descriptor(q, rows),
         length,
         _hadamard(head_dim, q.dtype, q.device) if config.rotate else None,
         *room,
@@ -209,6 +219,13 @@ def fold_q(
         maxnreg=128,
     )
     return shift
+
+
+def _rows_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor | None:
+    """TMA boxes of rows of x (B, H, S, D); None where it cannot read them."""
+    if interpreting() or not fits_tma(x):
+        return None
+    return TensorDescriptor.from_tensor(x, [1, 1, rows, x.shape[3]])
 
 
 @functools.cache

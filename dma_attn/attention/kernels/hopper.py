@@ -64,7 +64,7 @@ def _producer(args, SPEC: gl.constexpr):
     q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
-    PAIR: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BLOCK: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     done = 0
     blocks = 0
@@ -107,7 +107,7 @@ def _producer(args, SPEC: gl.constexpr):
             phase = phase ^ 1
             t = first + n - 1 - i
             plane = tile_class(t, ranges, CLASSES) * k_planes + k_plane
-            k_scale = gl.load(k_scale_ptr + plane * n_tiles + t + gl.arange(0, 64, PAIR) * 0)
+            k_scale = gl.load(k_scale_ptr + plane * n_tiles + t + gl.arange(0, 1, ONE))
             mbarrier.wait(k_empty.index(stage), phase)
             raw = plane < 0
             if SPEC.RAW:
@@ -202,15 +202,24 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     row_sum = thread_sums(gl.full([64, 8], 0.0, gl.float32, SPEC.SUM_LAYOUT))
     lse_sum = thread_sums(gl.full([64, 128], 0.0, gl.float32, SPEC.S_LAYOUT))
     state = (acc, row_max, row_sum, lse_sum, s, scales, decay)
-    for i in range(0, n - 1):
-        if SPEC.RAW:
-            if tile_class(last - i - 1, ranges, 2) == 0:
-                state = step(state, i, last, done, q_slot, W, smem, bars, row_scales, row_pos,
-                             shift, limits, ranges, True, SPEC)
-            else:
+    if SPEC.RAW:
+        # A loop for each class, twice: one loop with a branch would hoist the exponentials of both
+        # branches above it, and above Q K^T
+        sink_end, diag_lo, diag_hi = ranges
+        begin = 0
+        for part in range(2):
+            middle = gl.minimum(gl.maximum(last - gl.where(part == 0, diag_hi, sink_end), begin),
+                                n - 1)
+            end = gl.where(part == 0, gl.minimum(gl.maximum(last - diag_lo, middle), n - 1), n - 1)
+            for i in range(begin, middle):
                 state = step(state, i, last, done, q_slot, W, smem, bars, row_scales, row_pos,
                              shift, limits, ranges, False, SPEC)
-        else:
+            for i in range(middle, end):
+                state = step(state, i, last, done, q_slot, W, smem, bars, row_scales, row_pos,
+                             shift, limits, ranges, True, SPEC)
+            begin = end
+    else:
+        for i in range(0, n - 1):
             state = step(state, i, last, done, q_slot, W, smem, bars, row_scales, row_pos, shift,
                          limits, ranges, False, SPEC)
     mbarrier.arrive(q_empty.index(q_slot), count=1)
@@ -298,7 +307,7 @@ def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_sc
                                        v_desc.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_scales = gl.allocate_shared_memory(gl.float32, [BLOCKS * SPEC.CLASSES, 128], FLAT)
-    k_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64], FLAT)
+    k_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1], FLAT)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     eighths = gl.allocate_shared_memory(v_desc.dtype, [8, 128], SPEC.EIGHTHS_LAYOUT)
     if SPEC.PV8:

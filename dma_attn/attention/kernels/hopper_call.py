@@ -117,7 +117,7 @@ def _spec(
         CLASSES=classes,
         RAW=raw,
         STAGES=STAGES,
-        BLOCKS=1 if raw else 2,
+        BLOCKS=2 if not raw or value_dim == 64 or fp8 else 1,
         CAUSAL=causal,
         WINDOW=window,
         TAIL=tail,
