@@ -27,7 +27,7 @@ from .kernels import Strided
 from .tensor import QueryCodes
 
 STATISTICS_ROWS = 256  # keys to a program
-KEY_TILES = {1: 2, 2: 1}  # tiles of K, or of V, to a program, by classes of K
+KEY_TILES, MANY_TILES = 4, 1024  # tiles of K and V to a program with one class; from how many on
 # A launch that may begin before the one before it has ended, and waits for that where it must
 _DEPENDENT = {} if interpreting() else {"launch_pdl": True}
 QUERY_TILES = {1: 8, 2: 2}  # tiles of Q to a program, which fetches the Hadamard matrix once
@@ -123,7 +123,8 @@ def fold_kv(
     codes = empty(classes, batch, heads, n_tiles * TILE, head_dim, dtype=torch.uint8)
     scales = empty(classes, batch, heads, n_tiles)
     v_codes = empty(batch, heads, value_dim, n_tiles * TILE, dtype=torch.uint8) if fp8 else None
-    fold_kv_kernel[(-(-n_tiles // KEY_TILES[classes]) * planes,)](
+    tiles = KEY_TILES if classes == 1 and n_tiles * planes >= MANY_TILES else 1
+    fold_kv_kernel[(-(-n_tiles // tiles) * planes,)](
         k_arg,
         _rows_descriptor(k, TILE),
         v_arg,
@@ -139,7 +140,7 @@ def fold_kv(
         heads,
         size,
         T=TILE,
-        TILES=KEY_TILES[classes],
+        TILES=tiles,
         D=head_dim,
         DV=value_dim,
         HIGH=_class_spec(high, config.scale_rule),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dma_attn.quant import folded
 from tests.folded_checks import CONFIGS, check_fold
 from tests.impls import INTERPRETED
 
@@ -15,3 +16,9 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 @pytest.mark.parametrize("text", CONFIGS)
 def test_fold(text: str, special: bool) -> None:
     check_fold(text, 64, torch.bfloat16 if special else torch.float16, "cpu", special)
+
+
+def test_programs_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As calls with many tiles have them."""
+    monkeypatch.setattr(folded, "MANY_TILES", 0)
+    check_fold("hopper", 64, torch.bfloat16, "cpu", False)
