@@ -83,9 +83,9 @@ def prefill(
         typer.echo(str(workload), err=True)
         rows += measure(workload, configs, peers, rounds, seconds,
                         notify=lambda text: typer.echo(text, err=True))
+        verdicts = judge(rows)
         write_csv(out / "prefill.csv", facts, PREFILL_COLUMNS, prefill_cells(rows))
-    verdicts = judge(rows)
-    write_csv(out / "prefill_claims.csv", facts, CLAIM_COLUMNS, claim_cells(verdicts))
+        write_csv(out / "prefill_claims.csv", facts, CLAIM_COLUMNS, claim_cells(verdicts))
     _table("Prefill", PREFILL_COLUMNS, prefill_cells(rows))
     _table("Aims: times as fast, or as exact, as the best of the others", CLAIM_COLUMNS,
            claim_cells(verdicts))

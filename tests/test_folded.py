@@ -92,6 +92,14 @@ def test_kernels_on_the_gpu(head_dim: int, dtype: torch.dtype, special: bool) ->
 
 
 @needs_gpu
+def test_e2m1_of_every_float() -> None:
+    pytest.importorskip("triton")
+    from tests.folded_checks import check_e2m1
+
+    check_e2m1(DEVICE, 1)
+
+
+@needs_gpu
 @pytest.mark.parametrize(
     "text", ["default,pv=fp8", "hopper", "default", "mxfp8,smooth_k=false,pv=fp8"]
 )

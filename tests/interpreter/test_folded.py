@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dma_attn.quant import folded
-from tests.folded_checks import CONFIGS, check_fold
+from tests.folded_checks import CONFIGS, check_e2m1, check_fold
 from tests.impls import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -22,3 +22,7 @@ def test_programs_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """As calls with many tiles have them."""
     monkeypatch.setattr(folded, "MANY_TILES", 0)
     check_fold("hopper", 64, torch.bfloat16, "cpu", False)
+
+
+def test_e2m1() -> None:
+    check_e2m1("cpu", 9973)
