@@ -170,6 +170,8 @@ def fold_kv_kernel(k, k_desc, v, length_ptr, mean_ptr, hadamard_ptr, codes_ptr, 
             if v_codes_ptr is not None:
                 _fold_v_rows(v, v_codes_ptr, v_scale_ptr, b, h, tile * T, length, plane,
                              n_tiles.to(tl.int64), T, DV)
+    # Even programs without keys: what comes next takes both kernels as done when this one is
+    _wait_for_kernel_before()
 
 
 @triton.jit(do_not_specialize=["n_tiles", "planes", "H", "GROUP", "S", "S_KV", "scale"])
