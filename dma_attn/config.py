@@ -6,6 +6,8 @@ import functools
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
+import torch
+
 from .formats import GRANULARITIES, SCALE_RULES, BlockFormat, check_choice, get_format
 from .schedule import TILE
 
@@ -151,6 +153,8 @@ class DMAConfig:
 
     def canonical(self) -> DMAConfig:
         """The same numbers with single-precision calls written one way: all tiles low."""
+        if torch.compiler.is_compiling():  # Dynamo warns of caches
+            return _canonical.__wrapped__(self)
         return _canonical(self)
 
     @property

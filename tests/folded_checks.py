@@ -79,6 +79,7 @@ def check_fold(text: str, head_dim: int, dtype: torch.dtype, device: str, specia
     q[0, 9, 0], q[0, 9, 0, 3], q[0, 9, 0, 4] = 0.5, 144.0, 72.0  # int8 of 63.5: a tie
     v[:, :, 1, 9] = 0.0  # a channel of zeros but for one value whose reciprocal overflows
     v[0, 11, 1, 9] = 1e-38 if dtype == torch.bfloat16 else 0.0
+    k[1, 130:], v[1, 130:] = torch.nan, torch.nan  # not in use
     q, k, v = (x.to(device, dtype).transpose(1, 2) for x in (q, k, v))
     length = torch.tensor([size, 130], dtype=torch.int32, device=device)
     rows = Rows(batch, size, length=length)

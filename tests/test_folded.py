@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from dma_attn import DMAConfig, quantize
+from dma_attn import DMAConfig, dma_attention, quantize
+from dma_attn.attention.dispatch import use_hopper
 from dma_attn.attention.prepare import class_spans
 from dma_attn.quant.reference import fold_reference
 from dma_attn.testing import fold, quantised_oracle, random_qkv
@@ -79,6 +82,25 @@ def test_nvfp4_is_rounded_once_more() -> None:
         assert (lse - ref_lse).abs().max() <= 0.1
 
 
+@pytest.mark.parametrize("text", ["default,pv=fp8", "hopper", "default"])
+def test_dependent_launches_wait(text: str, tmp_path: Path) -> None:
+    """Who starts early waits in every program, since what follows counts on that."""
+    pytest.importorskip("triton")
+    from tests.compiling import compile_only, device_tensor, machine_code
+
+    q, k = device_tensor(1, 4, 300, 128), device_tensor(1, 2, 300, 128)
+    with use_hopper(), compile_only(90) as kernels:
+        dma_attention(q, k, k, config=DMAConfig.parse(text), impl="triton")
+    named = {kernel.metadata.name: kernel for kernel in kernels}
+    early = {name for name, kernel in named.items() if kernel.metadata.launch_pdl}
+    assert early == {"combine_kernel", "fold_kv_kernel"}
+    for name in ("statistics_kernel", "combine_kernel"):
+        assert "griddepcontrol.launch_dependents" in named[name].asm["ptx"]
+    for name in early:
+        sass = machine_code(named[name], tmp_path)
+        assert 0 < sass.index("ACQBULK") < re.search(r"\bEXIT\b", sass).start()  # type: ignore[union-attr]
+
+
 @needs_gpu
 @pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -103,7 +125,7 @@ def test_e2m1_of_every_float() -> None:
 @pytest.mark.parametrize(
     "text", ["default,pv=fp8", "hopper", "default", "mxfp8,smooth_k=false,pv=fp8"]
 )
-@pytest.mark.parametrize("ends", [None, (2000, 0), (130, 1999)], ids=str)
+@pytest.mark.parametrize("ends", [None, (2000, 0), (130, 1999), (0, 0)], ids=str)
 def test_dependent_launches(
     text: str, ends: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def max_abs(x, axis: tl.constexpr):
 @triton.jit
 def _to_e2m1(x):
     """Nearest E2M1 value, ties to even: adding an even number, 2^23 at least, of quanta rounds.
+    A product x may be fused into that addition.
 
     In units of 2^22 that number is 1 (for 0) to 1.875, 2.75 and 4.5 for x below 2, 4 and 8. Not
     saturating: from 7 on the result is 8.

@@ -7,7 +7,8 @@
 s spans a tile of 128 keys (K) or one query (Q). Folding a block scale into an element is exact for
 MXFP4 up to 14 binades below the tile maximum, keeps MXFP8's mantissas among E4M3's normal numbers,
 and rounds NVFP4 once more (docs/numerics.md has the bounds). Rows sit at absolute positions: Q's
-first block may start before the first query. Rows of K without data are zeros, those of Q anything.
+first block may start before the first query. In the last tile in use, rows of K without data are
+zeros, and keys of V repeat the last one; other rows without data hold anything.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ def test_fold(text: str, special: bool) -> None:
 def test_programs_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """As calls with many tiles have them."""
     monkeypatch.setattr(folded, "MANY_TILES", 0)
+    monkeypatch.setattr(folded, "KEY_TILES", 2)
     check_fold("hopper", 64, torch.bfloat16, "cpu", False)
 
 

@@ -109,8 +109,9 @@ def matrix(tile):
 
 @gluon.jit
 def value_tile(v_smem, stage, begin, limits, SPEC: gl.constexpr):
-    """(128 keys, DV) of V. Keys before every query's window, and keys beyond the length, become
-    zeros: their P is zero, but zero times NaN is not. All warpgroups write the same bytes."""
+    """(128 keys, DV) of V. Keys before every query's window, and those of 16-bit V beyond the
+    length, become zeros: their P is zero, but zero times NaN is not. All warpgroups write the same
+    bytes."""
     window, kv_len, seen_lo, common_lo, common_hi = limits
     tile = matrix(v_smem.index(stage))
     if SPEC.WINDOW or SPEC.TAIL:
@@ -122,7 +123,7 @@ def value_tile(v_smem, stage, begin, limits, SPEC: gl.constexpr):
             KEYS: gl.constexpr = gl.SliceLayout(0 if SPEC.PV8 else 1, LAYOUT)
             x = tile.load(LAYOUT)
             j = gl.arange(0, 128, KEYS)
-            if SPEC.PV8:  # column j holds this key; beyond the length there are zeros already
+            if SPEC.PV8:  # column j holds this key; beyond the length the last one repeats
                 pos = (j & -16) + (j & 1) + 4 * (j & 2) + ((j & 12) >> 1)
                 seen = (begin + pos >= seen_lo)[None, :]
                 x = x.to(gl.int8, bitcast=True)
