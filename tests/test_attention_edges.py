@@ -6,6 +6,7 @@ Run twice by `make test`: with the reference, and with the kernels under Triton'
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -155,3 +156,12 @@ def test_visible_keys_never_expands_a_mask() -> None:
     ):
         visible = visible_keys(mask, shape)
         assert visible.shape == (2, 8) and torch.equal(visible, keys.expand(2, 8))
+
+
+def test_canonical_configs_are_traced_without_warnings() -> None:
+    """torch.compile warns of caches that it meets."""
+    config = DMAConfig(diag="full")
+    traced = torch.compile(lambda x: x + len(config.canonical().low), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert traced(torch.zeros(1)) == len("mxfp8")
