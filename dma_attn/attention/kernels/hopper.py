@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ... import formats
-from .hopper_blocks import block_of, slot, tile_class
+from .hopper_blocks import block_of, run_end, slot, tile_class
 from .hopper_step import (
     add_sums,
     coded_keys,
@@ -185,16 +185,17 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
             shift = gl.load(shift_ptr + row, mask=asked, other=0.0) * LOG2_E
     # The last tile holds the diagonal or the end of the keys; from there to the first
     last = first + n - 1
+    c = tile_class(last, ranges, 2 if SPEC.RAW else SPEC.CLASSES)
     if SPEC.RAW:
-        if tile_class(last, ranges, 2) == 0:
-            s, scales = first_scores(last, done, q_slot, W, smem, bars, row_scales, shift, ranges,
-                                     True, SPEC)
+        if c == 0:
+            s, scales = first_scores(done, q_slot, 0, row_scales[0], W, smem, bars, shift, True,
+                                     SPEC)
         else:
-            s, scales = first_scores(last, done, q_slot, W, smem, bars, row_scales, shift, ranges,
-                                     False, SPEC)
+            s, scales = first_scores(done, q_slot, 0, row_scales[1], W, smem, bars, shift, False,
+                                     SPEC)
     else:
-        s, scales = first_scores(last, done, q_slot, W, smem, bars, row_scales, shift, ranges,
-                                 False, SPEC)
+        q_scale = gl.where(c == 0, row_scales[0], row_scales[1])
+        s, scales = first_scores(done, q_slot, c, q_scale, W, smem, bars, shift, False, SPEC)
     mbarrier.arrive(k_empty.index(slot(done, SPEC.STAGES)[0]), count=1)
     s, scales = hide(s, scales, last, row_pos, limits, SPEC)
     row_max, decay = online_maximum(s, scales, gl.full([64], FLOOR, gl.float32, ROW), SPEC)
@@ -202,26 +203,32 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     row_sum = thread_sums(gl.full([64, 8], 0.0, gl.float32, SPEC.SUM_LAYOUT))
     lse_sum = thread_sums(gl.full([64, 128], 0.0, gl.float32, SPEC.S_LAYOUT))
     state = (acc, row_max, row_sum, lse_sum, s, scales, decay)
-    if SPEC.RAW:
-        # A loop for each class, twice: one loop with a branch would hoist the exponentials of both
-        # branches above it, and above Q K^T
-        sink_end, diag_lo, diag_hi = ranges
-        begin = 0
-        for part in range(2):
-            middle = gl.minimum(gl.maximum(last - gl.where(part == 0, diag_hi, sink_end), begin),
-                                n - 1)
-            end = gl.where(part == 0, gl.minimum(gl.maximum(last - diag_lo, middle), n - 1), n - 1)
+    # Tiles of one class after the other, so that no step chooses
+    begin = 0
+    if SPEC.RAW:  # a loop for each: of a branch, the exponentials would go above Q K^T
+        for half in range(2):
+            middle = run_end(2 * half, begin, first, last, ranges)
+            end = run_end(2 * half + 1, middle, first, last, ranges)
             for i in range(begin, middle):
-                state = step(state, i, last, done, q_slot, W, smem, bars, row_scales, row_pos,
-                             shift, limits, ranges, False, SPEC)
+                state = step(state, i, last, done, q_slot, 1, row_scales[1], W, smem, bars,
+                             row_pos, shift, limits, False, SPEC)
             for i in range(middle, end):
-                state = step(state, i, last, done, q_slot, W, smem, bars, row_scales, row_pos,
-                             shift, limits, ranges, True, SPEC)
+                state = step(state, i, last, done, q_slot, 0, row_scales[0], W, smem, bars,
+                             row_pos, shift, limits, True, SPEC)
+            begin = end
+    elif SPEC.CLASSES == 2:
+        for run in range(4):
+            end = run_end(run, begin, first, last, ranges)
+            c = 1 - run % 2
+            q_scale = gl.where(c == 0, row_scales[0], row_scales[1])
+            for i in range(begin, end):
+                state = step(state, i, last, done, q_slot, c, q_scale, W, smem, bars, row_pos,
+                             shift, limits, False, SPEC)
             begin = end
     else:
-        for i in range(0, n - 1):
-            state = step(state, i, last, done, q_slot, W, smem, bars, row_scales, row_pos, shift,
-                         limits, ranges, False, SPEC)
+        for i in range(begin, n - 1):
+            state = step(state, i, last, done, q_slot, 0, row_scales[0], W, smem, bars, row_pos,
+                         shift, limits, False, SPEC)
     mbarrier.arrive(q_empty.index(q_slot), count=1)
     acc, row_max, row_sum, lse_sum, s, scales, decay = state
     p, lse_sum = probabilities(s, scales, row_max, lse_sum, decay, smem, SPEC)

@@ -65,6 +65,19 @@ def tile_class(t, ranges, CLASSES: gl.constexpr):
 
 
 @gluon.jit
+def run_end(run, begin, first, last, ranges):
+    """Where a run of steps that lead to tiles of one class ends, one that begins at `begin`.
+
+    Step i leads from tile last - i to the one before it, down to first. Runs 0 to 3 are the low
+    tiles beyond the diagonal band, the band, the low ones before it, the sink; any may be empty.
+    """
+    sink_end, diag_lo, diag_hi = ranges
+    bound = gl.where(run == 0, diag_hi, gl.where(run == 1, diag_lo, sink_end))
+    end = gl.where(run == 3, last - first, last - bound)
+    return gl.minimum(gl.maximum(end, begin), last - first)
+
+
+@gluon.jit
 def slot(count, SLOTS: gl.constexpr):
     """Where the count-th use of a ring of buffers falls, and the parity of its turn."""
     turn = count.to(gl.uint32) // SLOTS

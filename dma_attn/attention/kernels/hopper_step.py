@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_blocks import slot, tile_class
+from .hopper_blocks import slot
 
 TINY = gl.constexpr(2.0**-126)
 HIDDEN = gl.constexpr(0xFF800000 - 2**32 - 0x4B400000)  # an integer score that becomes -inf
@@ -169,15 +169,14 @@ def coded_keys(k_smem, stage, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(t, count, q_slot, W: gl.constexpr, smem, bars, row_scales, ranges,
-                 RAW: gl.constexpr, SPEC: gl.constexpr):
-    """Issue Q K^T of tile t, the count-th of the program; the product and both scales of it."""
+def start_scores(count, q_slot, c, W: gl.constexpr, smem, bars, RAW: gl.constexpr,
+                 SPEC: gl.constexpr):
+    """Issue Q K^T of the count-th tile of the program, of class c; the product and K's scale."""
     ROW: gl.constexpr = gl.SliceLayout(1, SPEC.S_LAYOUT)
     q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     stage, phase = slot(count, SPEC.STAGES)
     S_LAYOUT: gl.constexpr = SPEC.S_LAYOUT
-    factor = row_scales[0]
     if RAW:
         zero = gl.full([64, 128], 0.0, gl.float32, SPEC.RAW_LAYOUT)
         mbarrier.wait(k_full.index(stage), phase)
@@ -185,18 +184,15 @@ def start_scores(t, count, q_slot, W: gl.constexpr, smem, bars, row_scales, rang
                                 matrix(k_smem.index(stage)).permute((1, 0)), zero,
                                 use_acc=False, is_async=True)
     else:
-        c = tile_class(t, ranges, SPEC.CLASSES)
-        if SPEC.CLASSES == 2:
-            factor = gl.where(c == 0, row_scales[0], row_scales[1])
-        elif SPEC.RAW:
-            factor = row_scales[1]
+        if SPEC.CLASSES == 1:
+            c = 0
         integer: gl.constexpr = q_smem.dtype == gl.int8
         zero = gl.full([64, 128], 0, gl.int32 if integer else gl.float32, S_LAYOUT)
         mbarrier.wait(k_full.index(stage), phase)
         pending = warpgroup_mma(matrix(q_smem.index((q_slot * SPEC.CLASSES + c) * 2 + W)),
                                 matrix(coded_keys(k_smem, stage, SPEC)).permute((1, 0)), zero,
                                 use_acc=False, is_async=True)
-    return pending, factor, k_scale_smem.index(stage).load(ROW)
+    return pending, k_scale_smem.index(stage).load(ROW)
 
 
 @gluon.jit
@@ -279,12 +275,12 @@ def probabilities(s, scales, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def step(state, i, last, done, q_slot, W: gl.constexpr, smem, bars, row_scales, row_pos, shift,
-         limits, ranges, RAW: gl.constexpr, SPEC: gl.constexpr):
+def step(state, i, last, done, q_slot, c, q_scale, W: gl.constexpr, smem, bars, row_pos, shift,
+         limits, RAW: gl.constexpr, SPEC: gl.constexpr):
     """P of tile last - i; its P V under the scores of the next tile and their maxima.
 
-    done: Tiles of the blocks before this one. q_slot: Where Q is. RAW: the next tile multiplies
-    16-bit Q and K.
+    done: Tiles of the blocks before this one. q_slot: Where Q is. c, q_scale, RAW: Class of the
+    next tile, its row scales, whether it multiplies 16-bit Q and K.
     """
     q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -296,8 +292,7 @@ def step(state, i, last, done, q_slot, W: gl.constexpr, smem, bars, row_scales, 
     acc_decay = gl.convert_layout(decay, gl.SliceLayout(1, SPEC.O_LAYOUT))[:, None]
     if not SPEC.PV8:
         acc = acc * acc_decay
-    pending_s, q_scale, k_scale = start_scores(last - i - 1, count + 1, q_slot, W, smem, bars,
-                                               row_scales, ranges, RAW, SPEC)
+    pending_s, k_scale = start_scores(count + 1, q_slot, c, W, smem, bars, RAW, SPEC)
     pending_sum = start_sums(p, eighths, SPEC)
     pending_o = start_values(acc, p, last - i, count, smem, bars, limits, SPEC)
     s = as_scores(warpgroup_mma_wait(2, deps=[pending_s]), RAW, SPEC)
@@ -328,10 +323,9 @@ def as_scores(product, RAW: gl.constexpr, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def first_scores(t, count, q_slot, W: gl.constexpr, smem, bars, row_scales, shift, ranges,
-                 RAW: gl.constexpr, SPEC: gl.constexpr):
+def first_scores(count, q_slot, c, q_scale, W: gl.constexpr, smem, bars, shift, RAW: gl.constexpr,
+                 SPEC: gl.constexpr):
     """Scores of the first tile of a block, and their scales."""
-    pending, q_scale, k_scale = start_scores(t, count, q_slot, W, smem, bars, row_scales,
-                                             ranges, RAW, SPEC)
+    pending, k_scale = start_scores(count, q_slot, c, W, smem, bars, RAW, SPEC)
     s = as_scores(warpgroup_mma_wait(0, deps=[pending]), RAW, SPEC)
     return s, tile_scales(q_scale, k_scale, shift, RAW, SPEC)
