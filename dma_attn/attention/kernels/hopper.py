@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ... import formats
-from .hopper_blocks import block_of, run_end, slot, tile_class
+from .hopper_blocks import block_of, run_steps, slot, tile_class
 from .hopper_step import (
     add_sums,
     coded_keys,
@@ -204,29 +204,26 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     lse_sum = thread_sums(gl.full([64, 128], 0.0, gl.float32, SPEC.S_LAYOUT))
     state = (acc, row_max, row_sum, lse_sum, s, scales, decay)
     # Tiles of one class after the other, so that no step chooses
-    begin = 0
     if SPEC.RAW:  # a loop for each: of a branch, the exponentials would go above Q K^T
         for half in range(2):
-            middle = run_end(2 * half, begin, first, last, ranges)
-            end = run_end(2 * half + 1, middle, first, last, ranges)
-            for i in range(begin, middle):
+            begin, end = run_steps(2 * half, first, last, ranges)
+            for i in range(begin, end):
                 state = step(state, i, last, done, q_slot, 1, row_scales[1], W, smem, bars,
                              row_pos, shift, limits, False, SPEC)
-            for i in range(middle, end):
+            begin, end = run_steps(2 * half + 1, first, last, ranges)
+            for i in range(begin, end):
                 state = step(state, i, last, done, q_slot, 0, row_scales[0], W, smem, bars,
                              row_pos, shift, limits, True, SPEC)
-            begin = end
     elif SPEC.CLASSES == 2:
         for run in range(4):
-            end = run_end(run, begin, first, last, ranges)
+            begin, end = run_steps(run, first, last, ranges)
             c = 1 - run % 2
             q_scale = gl.where(c == 0, row_scales[0], row_scales[1])
             for i in range(begin, end):
                 state = step(state, i, last, done, q_slot, c, q_scale, W, smem, bars, row_pos,
                              shift, limits, False, SPEC)
-            begin = end
     else:
-        for i in range(begin, n - 1):
+        for i in range(0, n - 1):
             state = step(state, i, last, done, q_slot, 0, row_scales[0], W, smem, bars, row_pos,
                          shift, limits, False, SPEC)
     mbarrier.arrive(q_empty.index(q_slot), count=1)

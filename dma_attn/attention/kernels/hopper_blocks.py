@@ -65,16 +65,20 @@ def tile_class(t, ranges, CLASSES: gl.constexpr):
 
 
 @gluon.jit
-def run_end(run, begin, first, last, ranges):
-    """Where a run of steps that lead to tiles of one class ends, one that begins at `begin`.
+def run_steps(run, first, last, ranges):
+    """The steps [begin, end) that lead to one run of tiles of one class.
 
     Step i leads from tile last - i to the one before it, down to first. Runs 0 to 3 are the low
     tiles beyond the diagonal band, the band, the low ones before it, the sink; any may be empty.
+    In closed form: Triton 3.6 makes a constant of a begin that is carried from run to run.
     """
     sink_end, diag_lo, diag_hi = ranges
-    bound = gl.where(run == 0, diag_hi, gl.where(run == 1, diag_lo, sink_end))
-    end = gl.where(run == 3, last - first, last - bound)
-    return gl.minimum(gl.maximum(end, begin), last - first)
+    below = gl.where(run == 0, last, gl.where(run == 1, diag_hi,
+                                              gl.where(run == 2, diag_lo, sink_end)))
+    down_to = gl.where(run == 0, diag_hi, gl.where(run == 1, diag_lo,
+                                                   gl.where(run == 2, sink_end, first)))
+    begin = last - gl.maximum(gl.minimum(below, last), first)
+    return begin, last - gl.maximum(gl.minimum(down_to, last), first)
 
 
 @gluon.jit
