@@ -82,7 +82,7 @@ def hot_loops(sass: str) -> list[str]:
     for end, line in enumerate(lines):
         target = re.search(r"@!?P\d+ +BRA.*`\((\.L_x_\d+)\)", line)
         begin = labels.get(target[1], end) if target else end
-        if begin < end and any("GMMA.64x8x" in x for x in lines[begin:end]):
+        if begin < end and any("GMMA.64x" in x for x in lines[begin:end]):
             spans.append(range(begin, end))
     inner = [s for s in spans if not any(o != s and o[0] in s and o[-1] in s for o in spans)]
     return ["\n".join(lines[s[0] : s[-1]]) for s in inner]

@@ -132,7 +132,7 @@ def check_fold(text: str, head_dim: int, dtype: torch.dtype, device: str, specia
 def _e2m1_kernel(x_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < n, other=0.0)
-    tl.store(x_ptr + at, _to_e2m1(x), mask=at < n)
+    tl.store(x_ptr + at, _to_e2m1(x, 1.0), mask=at < n)
 
 
 def check_e2m1(device: str, stride: int) -> None:

@@ -37,7 +37,7 @@ def test_runs_of_steps_keep_to_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
         steps = 0
         for run in range(4):
             begin, end = hopper_blocks.run_steps.fn(run, first, last, tiles)
-            assert begin == steps or begin == end
+            assert begin in (steps, end)
             for i in range(begin, end):
                 t = last - i - 1
                 high = t < tiles[0] or tiles[1] <= t < tiles[2]

@@ -136,8 +136,8 @@ def folded_queries(
 
     raw = None
     if kv.k is not None:
-        raw = q if scale >= 0 else -q
-        raw = raw if fits_tma(raw) else raw.clone(memory_format=torch.contiguous_format)
+        q, scale = (q, scale) if scale >= 0 else (-q, -scale)
+        raw = q = q if fits_tma(q) else q.clone(memory_format=torch.contiguous_format)
     spans = class_spans(kv.config, query=True)
     mean = kv.mean if want_shift or raw is not None else None
     length, n_kv = kv.rows.length, kv.shape[2]

@@ -45,16 +45,16 @@ def max_abs(x, axis: tl.constexpr):
 
 
 @triton.jit
-def _to_e2m1(x):
-    """Nearest E2M1 value, ties to even: adding an even number, 2^23 at least, of quanta rounds.
-    A product x may be fused into that addition.
+def _to_e2m1(x, gain):
+    """E2M1 value nearest to gain * x, ties to even: adding an even number, 2^23 at least, of quanta
+    rounds, and rounds the product with it.
 
-    In units of 2^22 that number is 1 (for 0) to 1.875, 2.75 and 4.5 for x below 2, 4 and 8. Not
-    saturating: from 7 on the result is 8.
+    In units of 2^22 that number is 1 (for 0) to 1.875, 2.75 and 4.5 for products below 2, 4 and 8.
+    Not saturating: from 7 on the result is 8.
     """
-    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    binade = ((x * gain).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     shift = tl.fma(binade, 0.875 * 2.0**22, 2.0**22)
-    return (x + shift) - shift
+    return tl.fma(x, gain, shift) - shift
 
 
 @triton.jit
@@ -77,31 +77,37 @@ def _to_e4m3(x):
 
 
 @triton.jit
-def _to_element(x, FORMAT: tl.constexpr):
-    """Nearest element value of fp32 x, saturating; E2M1 only in MX formats, since NVFP4's block
-    scales keep x below 7, except in blocks 2^-15 below the largest of the token."""
+def _to_element(x, gain, FORMAT: tl.constexpr):
+    """Element value nearest to gain * x, saturating; E2M1 only in MX formats, since NVFP4's block
+    scales keep products below 7, except in blocks 2^-15 below the largest of the token."""
     if element(FORMAT) == "e2m1":
-        x = _to_e2m1(x)
+        y = _to_e2m1(x, gain)
         if scale_kind(FORMAT) == "e8m0":
-            x = tl.minimum(tl.maximum(x, -element_max(FORMAT)), element_max(FORMAT))
-        return x
+            y = tl.minimum(tl.maximum(y, -element_max(FORMAT)), element_max(FORMAT))
+        return y
     elif element(FORMAT) == "e4m3":
-        return _to_e4m3(x)
+        return _to_e4m3(x * gain)
     elif INTERPRETED:
-        return decode_e5m2(encode_fp8(tl.where(x == x, x, 0.0), FORMAT))
+        y = x * gain
+        return decode_e5m2(encode_fp8(tl.where(y == y, y, 0.0), FORMAT))
     else:
-        x = tl.minimum(tl.maximum(x, -element_max(FORMAT)), element_max(FORMAT))
-        return x.to(tl.float8e5).to(tl.float32)
+        y = tl.minimum(tl.maximum(x * gain, -element_max(FORMAT)), element_max(FORMAT))
+        return y.to(tl.float8e5).to(tl.float32)
 
 
 @triton.jit
-def _candidate(scaled, top, scale, FORMAT: tl.constexpr):
-    """Values (T, N, BLOCK) over their block scales (T, N), and the largest magnitudes top (T, N):
-    elements, the scales, squared errors (T, N), and the largest magnitudes of elements (T, N)."""
-    elements = _to_element(scaled, FORMAT)
-    diff = elements - scaled
+def _candidate(x, top, gain, scale, FORMAT: tl.constexpr):
+    """Values x (T, N, BLOCK) and the largest magnitudes top (T, N), to be multiplied by gain (T, N)
+    to be in units of scale (T, N): elements, the scales, squared errors (T, N), and the largest
+    magnitudes of elements (T, N).
+
+    Products and what is added to them are fused here, not by the compiler, which chooses by
+    variant: the same values must give the same codes in all of them.
+    """
+    elements = _to_element(x, gain[:, :, None], FORMAT)
+    diff = tl.fma(x, (gain * -1.0)[:, :, None], elements)
     return (elements, scale, tl.sum(diff * diff, 2) * (scale * scale),
-            tl.abs(_to_element(top, FORMAT)))
+            tl.abs(_to_element(top, gain, FORMAT)))
 
 
 @triton.jit
@@ -123,8 +129,7 @@ def _power(exponent):
 
 @triton.jit
 def _mx_candidate(x, amax, gain, exponent, FORMAT: tl.constexpr):
-    factor = _power(-exponent) * gain
-    return _candidate(x * factor[:, :, None], amax * factor, _power(exponent), FORMAT)
+    return _candidate(x, amax, _power(-exponent) * gain, _power(exponent), FORMAT)
 
 
 @triton.jit
@@ -162,10 +167,10 @@ def _nvfp4_candidate(x, amax, gain, factor, TARGET: tl.constexpr, FORMAT: tl.con
     if EXACT:
         scale *= factor
         scaled = tl.div_rn(x, scale[:, :, None] + tl.zeros_like(x))
-        return _candidate(scaled, tl.div_rn(amax, scale), scale, FORMAT)
+        one = tl.zeros_like(scale) + 1.0
+        return _candidate(scaled, tl.div_rn(amax, scale), one, scale, FORMAT)
     else:
-        gain = gain * reciprocal(scale)
-        return _candidate(x * gain[:, :, None], amax * gain, scale, FORMAT)
+        return _candidate(x, amax, gain * reciprocal(scale), scale, FORMAT)
 
 
 @triton.jit
@@ -231,11 +236,11 @@ def int8_codes(x, gain, SPAN: tl.constexpr, EXACT: tl.constexpr):
         scale = amax * (tl.abs(gain) * (1.0 / element_max("int8")))
     # Zeros get a small scale: the kernel's integer trick rounds row maxima to 2^23 scales
     scale = tl.where(scale == 0.0, 2.0**-60, scale)
+    magic = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer
     if EXACT:
-        codes = tl.div_rn(x * gain, scale[:, None] + tl.zeros_like(x))
+        codes = tl.div_rn(x * gain, scale[:, None] + tl.zeros_like(x)) + magic
     else:
-        codes = x * (gain / scale)[:, None]
-    codes = codes + 12582912.0  # 1.5 * 2^23: rounds to the nearest integer
+        codes = tl.fma(x, (gain / scale)[:, None], magic)
     codes = codes.to(tl.int32, bitcast=True).to(tl.int8)
     return codes, tl.where(amax < float("inf"), scale, float("nan"))
 

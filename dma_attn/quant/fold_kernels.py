@@ -118,7 +118,8 @@ def _fold_rows(raw, mask_t, mean_ptr, sign, matrix, codes_ptr, scales_ptr, plane
         gain = rotation_norm(D) * sign
     if mean_ptr is not None:
         _wait_for_kernel_before()
-        y = y * gain - tl.load(mean_ptr + plane * D + tl.arange(0, D))[None, :]
+        mean = tl.load(mean_ptr + plane * D + tl.arange(0, D))
+        y = tl.fma(y, gain, (mean * -1.0)[None, :])  # a minus would be a subtraction
         gain = tl.zeros([], tl.float32) + 1.0
     if not QUERY:
         y = tl.where(mask_t[:, None], y, 0.0)

@@ -230,14 +230,18 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     acc, row_max, row_sum, lse_sum, s, scales, decay = state
     p, lse_sum = probabilities(s, scales, row_max, lse_sum, decay, smem, SPEC)
     acc = acc * gl.convert_layout(decay, O_ROW)[:, None]
-    pending_sum = start_sums(p, eighths, SPEC)
-    pending_o = start_values(acc, p, first, done + n - 1, smem, bars, limits, SPEC)
     offs_d = gl.arange(0, DV, O_COL)
     if SPEC.PV8:
+        pending_sum = start_sums(p, eighths, SPEC)
+        pending_o = start_values(acc, p, first, done + n - 1, smem, bars, limits, SPEC)
         v_scale = gl.load(v_scale_ptr + k_plane * DV + offs_d)
-    part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
-    total = gl.sum(add_sums(row_sum, decay, part_sum), 1)
-    acc = acc + part if SPEC.PV8 else part
+        part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
+        acc = acc + part
+        total = gl.sum(add_sums(row_sum, decay, part_sum), 1)
+    else:
+        pending_o = start_values(acc, p, first, done + n - 1, smem, bars, limits, SPEC)
+        acc = warpgroup_mma_wait(0, deps=[pending_o])
+        total = gl.sum(lse_sum, 1)
     if out_desc is not None:
         tma.store_wait(0)  # of the block before
     mbarrier.arrive(v_empty.index(slot(done + n - 1, SPEC.STAGES)[0]), count=1)

@@ -258,7 +258,7 @@ def tile_scales(q_scale, k_scale, shift, RAW: gl.constexpr, SPEC: gl.constexpr):
 
 @gluon.jit
 def probabilities(s, scales, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
-    """P as the operand of P V, and with SPEC.LSE row sums of P before its rounding."""
+    """P as the operand of P V, and row sums of P before its rounding where they are wanted."""
     q_smem, q_raw, k_smem, v_smem, q_scales, k_scale_smem, eighths, out_smem = smem
     factor = scales[0]
     base = row_max - SPEC.SHIFT
@@ -268,7 +268,7 @@ def probabilities(s, scales, row_max, row_sum, decay, smem, SPEC: gl.constexpr):
         base += SPEC.BIAS * factor
         s = (s + 0x4B400000).to(gl.float32, bitcast=True)
     p = gl.exp2(s * factor[:, None] - base[:, None])
-    if SPEC.LSE:
+    if SPEC.LSE or not SPEC.PV8:
         row_sum = add_sums(row_sum, decay, p)
     P_LAYOUT: gl.constexpr = SPEC.P_LAYOUT
     return as_operand(p, v_smem.dtype, P_LAYOUT), row_sum
@@ -293,16 +293,20 @@ def step(state, i, last, done, q_slot, c, q_scale, W: gl.constexpr, smem, bars, 
     if not SPEC.PV8:
         acc = acc * acc_decay
     pending_s, k_scale = start_scores(count + 1, q_slot, c, W, smem, bars, RAW, SPEC)
-    pending_sum = start_sums(p, eighths, SPEC)
+    if SPEC.PV8:
+        pending_sum = start_sums(p, eighths, SPEC)
     pending_o = start_values(acc, p, last - i, count, smem, bars, limits, SPEC)
-    s = as_scores(warpgroup_mma_wait(2, deps=[pending_s]), RAW, SPEC)
+    s = as_scores(warpgroup_mma_wait(2 if SPEC.PV8 else 1, deps=[pending_s]), RAW, SPEC)
     scales = tile_scales(q_scale, k_scale, shift, RAW, SPEC)
     if not SPEC.WINDOW:
         new_max, new_decay = online_maximum(s, scales, row_max, SPEC)
         # Over already, but no code moves across: ptxas would take the maxima after P V
         mbarrier.wait(v_full.index(stage), phase)
-    part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
-    row_sum = add_sums(row_sum, decay, part_sum)
+    if SPEC.PV8:
+        part, part_sum = warpgroup_mma_wait(0, deps=[pending_o, pending_sum])
+        row_sum = add_sums(row_sum, decay, part_sum)
+    else:
+        part = warpgroup_mma_wait(0, deps=[pending_o])
     mbarrier.arrive(k_empty.index(next_stage), count=1)
     mbarrier.arrive(v_empty.index(stage), count=1)
     acc = acc * acc_decay + part if SPEC.PV8 else part
