@@ -81,7 +81,7 @@ def test_info(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         (["nonsense"], ["nonsense"]),
         (["demo", "--nonsense"], ["--nonsense"]),
         (["demo", "--tokens", "1"], ["--tokens", "2"]),
-        (["demo", "--tokens", "many"], ["--tokens", "integer"]),
+        (["demo", "--tokens", "many"], ["--tokens", "valid int"]),
         (["demo", "--windows", "0"], ["--windows", "1"]),
         (["demo", "--config", "nonsense"], ["--config", *DMAConfig.PRESETS]),
         (["demo", "--config", "default,diag=100"], ["--config", "diag", "128", "100"]),
