@@ -132,6 +132,7 @@ def test_instructions(config: str, dims: tuple[int, int], tmp_path: Path) -> Non
     assert re.search(rf"wgmma\.mma_async\S*m64n128k32\.{re.escape(scores)}", ptx)
     values = rf"n{dims[1]}k16\.f32\.bf16" if config == "default" else rf"n{dims[1]}k32\.f32\.e4m3"
     assert re.search(rf"wgmma\.mma_async\S*m64{values}", ptx)
+    assert ("m64n8k" in ptx) == (config != "default")  # row sums: beside 16-bit P V by FADD
     assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
     loops = hot_loops(sass)
     assert len(loops) == 2

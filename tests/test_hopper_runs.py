@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
 pytest.importorskip("triton")
 
+from dma_attn import DMAConfig, dma_attention
+from dma_attn.attention.dispatch import use_hopper
 from dma_attn.attention.kernels import hopper_blocks
 from dma_attn.schedule import key_ranges
+from tests.compiling import compile_only, device_tensor
 
 
 class _Scalars:
@@ -44,3 +48,18 @@ def test_runs_of_steps_keep_to_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert high == (run % 2 == 1)
             steps = max(steps, end)
         assert steps == n - 1
+
+
+@pytest.mark.parametrize(
+    ("config", "runs"), [("default,pv=fp8", 1), ("default", 1), ("default,high=none,pv=fp8", 2)]
+)
+def test_runs_begin_where_they_should(config: str, runs: int) -> None:
+    """Triton's passes once made every run begin at step 0, and the GPU waited for ever: the loops
+    over a run's tiles, in both warpgroups, must not have a constant for their first step."""
+    q, k = device_tensor(1, 4, 300, 128), device_tensor(1, 2, 300, 128)
+    with use_hopper(), compile_only(90) as kernels:
+        dma_attention(q, k, k, config=DMAConfig.parse(config), impl="triton", is_causal=True)
+    (kernel,) = [x for x in kernels if x.metadata.name == "hopper_kernel"]
+    loops = re.findall(r"scf\.for %\w+ = (%\w+) to .*iter_args\(.*tensor<64x128xf32",
+                       kernel.asm["ttgir"])
+    assert len([first for first in loops if not re.match(r"%c\d", first)]) == 2 * runs

@@ -102,7 +102,8 @@ def _candidate(x, top, gain, scale, FORMAT: tl.constexpr):
     magnitudes of elements (T, N).
 
     Products and what is added to them are fused here, not by the compiler, which chooses by
-    variant: the same values must give the same codes in all of them.
+    variant: the same values must give the same codes in all of them. (The squares are left to it:
+    they only choose between candidates, and ones that err alike.)
     """
     elements = _to_element(x, gain[:, :, None], FORMAT)
     diff = tl.fma(x, (gain * -1.0)[:, :, None], elements)

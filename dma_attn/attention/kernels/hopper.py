@@ -317,13 +317,12 @@ def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_sc
     q_scales = gl.allocate_shared_memory(gl.float32, [BLOCKS * SPEC.CLASSES, 128], FLAT)
     k_scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1], FLAT)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    eighths = gl.allocate_shared_memory(v_desc.dtype, [8, 128], SPEC.EIGHTHS_LAYOUT)
+    eighths = q_scales
     if SPEC.PV8:
+        eighths = gl.allocate_shared_memory(v_desc.dtype, [8, 128], SPEC.EIGHTHS_LAYOUT)
         # From bits: ptxas 12.8 makes garbage of half of a constant that is cast to E4M3
         bits = gl.full([8, 128], 0x20, gl.uint8, WIDE)
         eighths.store(bits.to(gl.float8e4nv, bitcast=True))
-    else:
-        eighths.store(gl.full([8, 128], 0.125, v_desc.dtype, WIDE))
     out_smem = k_smem
     if out_desc is not None:
         out_smem = gl.allocate_shared_memory(
