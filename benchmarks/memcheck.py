@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dma_attn import DMAConfig, dma_attention, quantize_pair
 from dma_attn.attention.dispatch import use_hopper
+from dma_attn.attention.kernels import hopper_call
 from dma_attn.testing import random_qkv
 
 CONFIGS = ("default", "default,pv=fp8", "default,high=none,pv=fp8", "hopper", "nvfp4", "paper")
@@ -39,6 +41,8 @@ def main() -> int:
             with use_hopper(hopper):
                 for text in CONFIGS:
                     calls += attend(head_dim, DMAConfig.parse(text))
+        with use_hopper(), mock.patch.object(hopper_call, "FIXED_KEYS", 0):
+            calls += attend(head_dim, DMAConfig())
     torch.cuda.synchronize()
     print(f"{calls} calls")
     return 0

@@ -14,26 +14,19 @@ import torch
 from dma_attn import DMAConfig, dma_attention, dma_attention_prepared, explain, prepare_kv
 from dma_attn.attention import prepare
 from dma_attn.attention.dispatch import hopper_gap, use_hopper
-from dma_attn.device import DeviceInfo, device_info, device_status, override_device
+from dma_attn.device import DeviceInfo, device_status, override_device
 from dma_attn.quant.rows import Rows
 from dma_attn.testing import error_budget, quantised_oracle, random_qkv
-from tests.impls import DEVICE, ON_GPU
+from tests.impls import DEVICE
 
 pytest.importorskip("triton")
 
 from tests.compiling import compile_only, device_tensor, hot_loops, machine_code
+from tests.hopper_checks import attend, check, needs_hopper
 
 HOPPER = DeviceInfo("test Hopper", (9, 0), 232448, "3.6.0")
 CONFIGS = ["default", "default,pv=fp8", "hopper", "hopper,pv=fp16", "mxfp8,pv=fp8", "nvfp4",
            "default,high=none", "default,high=none,pv=fp8"]
-
-needs_hopper = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not ON_GPU or device_info("cuda").capability != (9, 0),  # type: ignore[union-attr]
-        reason="needs compute capability 9.0",
-    ),
-]
 
 
 def gap(config: str = "default,pv=fp8", *, capability: tuple[int, int] = (9, 0),
@@ -368,32 +361,3 @@ class TestOnHopper:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, ref)
-
-
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str, **arguments: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    with use_hopper():
-        assert "hopper kernel" in explain(q, k, v, config=DMAConfig.parse(config), impl="triton")
-        return dma_attention(q, k, v, config=DMAConfig.parse(config), return_lse=True,
-                             impl="triton", **arguments)  # type: ignore[arg-type, return-value]
-
-
-def check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str, **arguments: object
-) -> None:
-    """Within the bounds of docs/numerics.md of the oracle with folded copies; deterministic."""
-    out, lse = attend(q, k, v, config, **arguments)
-    again = attend(q, k, v, config, **arguments)
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
-    parsed = DMAConfig.parse(config)
-    ref, ref_lse = quantised_oracle(q, k, v, parsed, folded=True, **arguments)  # type: ignore[arg-type]
-    budget = error_budget(parsed, out.numel())
-    blind = ref_lse == -torch.inf
-    assert not out[blind].any() and torch.equal(lse == -torch.inf, blind)
-    gap = (out.double() - ref).norm() / ref.norm().clamp(min=1e-30)
-    assert gap <= budget.rel_l2, f"rel-L2 {gap:.2e}"
-    seen = ~blind
-    if seen.any():
-        bound = budget.lse + budget.lse_relative * ref_lse[seen].abs().max()
-        assert (lse.double() - ref_lse)[seen].abs().max() <= bound

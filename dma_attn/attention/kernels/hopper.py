@@ -16,7 +16,11 @@ is read and which scales apply:
 Tiles go from the diagonal, or the end of the keys, to the first: only the first one that is taken
 is masked. Q K^T of the next tile starts among the exponentials of this one. FP8 wgmma accumulates
 with about 14 bits: P V of each tile goes to registers of its own and is merged in fp32, the second
-level. Tensor cores sum the rows of P too, by a product with a constant: an FADD per score less.
+level. Tensor cores sum the rows of FP8 P too, by a product with a constant.
+
+With bf16 P V the row maxima of the first tile serve all tiles: P has the exponents of fp32, and a
+softmax takes any reference that neither overflows nor underflows. Blocks whose sums grow too large
+are done again by a second launch, with running maxima.
 
 Operands: K codes (classes * B * H_kv, tiles * 128, D), Q codes (classes * B * H_q, blocks * 128, D)
 at absolute positions, V as E4M3 transposed (B * H_kv, Dv, tiles * 128) with keys permuted in groups
@@ -33,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ... import formats
 from .hopper_blocks import block_of, run_steps, slot, tile_class
@@ -51,6 +56,9 @@ from .hopper_step import (
 )
 
 FLOOR = gl.constexpr(-1e30)  # below every logit: the running maximum before the first key
+# Row sums from here on make a block be done again: bf16 has the exponents of fp32, so P keeps its
+# precision up to here and beyond, and P V stays finite unless V is huge
+LARGEST_SUM = gl.constexpr(2.0**64)
 LN_2 = gl.constexpr(formats.LN_2)
 LOG2_E = gl.constexpr(formats.LOG2_E)
 
@@ -69,7 +77,8 @@ def _producer(args, SPEC: gl.constexpr):
     done = 0
     blocks = 0
     for round in range(rounds):
-        n, first, block, planes, rows, limits, ranges = block_of(round, shape, inputs, masks, SPEC)
+        n, first, block, planes, rows, limits, ranges, _ = block_of(round, shape, inputs, masks,
+                                                                    SPEC)
         q_plane, k_plane, b, h = planes
         if n > 0:
             # Scales first: their latency passes while the slot is waited for
@@ -139,15 +148,23 @@ def _producer(args, SPEC: gl.constexpr):
 def _consumer(W: gl.constexpr, args, SPEC: gl.constexpr):
     """Warpgroup W: attention of 64 queries of each block."""
     smem, bars, rounds, shape, inputs, masks, scale, outputs = args
+    left_ptr, work = inputs[2:]
     done = 0
     blocks = 0
+    any_left = 0
     for round in range(rounds):
-        n, first, block, planes, rows, limits, ranges = block_of(round, shape, inputs, masks, SPEC)
+        n, first, block, planes, rows, limits, ranges, index = block_of(round, shape, inputs, masks,
+                                                                        SPEC)
         if n > 0:
-            _attend(W, smem, bars, n, first, block, planes, rows, limits, ranges, done,
-                    blocks, shape, scale, inputs, outputs, SPEC)
+            left = _attend(W, smem, bars, n, first, block, planes, rows, limits, ranges, done,
+                           blocks, shape, scale, inputs, outputs, SPEC)
+            if SPEC.FIXED:
+                any_left |= left
+                gl.store(left_ptr + W * (work + gl.num_programs(0)) + index, left)
             blocks += 1
         done += n
+    if SPEC.FIXED:
+        gl.store(left_ptr + (W + 1) * work + W * gl.num_programs(0) + gl.program_id(0), any_left)
     if outputs[1] is not None:
         tma.store_wait(0)
 
@@ -155,7 +172,7 @@ def _consumer(W: gl.constexpr, args, SPEC: gl.constexpr):
 @gluon.jit
 def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, ranges, done,
             blocks, shape, scale, inputs, outputs, SPEC: gl.constexpr):
-    """One block. done, blocks: tiles and blocks that came before."""
+    """One block; 1 when it is left to do again, else 0. done, blocks: tiles, blocks before it."""
     DV: gl.constexpr = SPEC.DV
     O_LAYOUT: gl.constexpr = SPEC.O_LAYOUT
     ROW: gl.constexpr = gl.SliceLayout(1, SPEC.S_LAYOUT)
@@ -168,7 +185,7 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     pos_0, q_lo, q_hi, offset = rows
     window, kv_len, seen_lo, common_lo, common_hi = limits
     out, out_desc, lse_ptr, shift_ptr = outputs
-    length_ptr, v_scale_ptr = inputs
+    length_ptr, v_scale_ptr, left_ptr, work = inputs
     row_pos = pos_0 + W * 64 + gl.arange(0, 64, ROW)
     q_slot, phase = slot(blocks, SPEC.BLOCKS)
     mbarrier.wait(q_full.index(q_slot), phase)
@@ -199,6 +216,8 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     mbarrier.arrive(k_empty.index(slot(done, SPEC.STAGES)[0]), count=1)
     s, scales = hide(s, scales, last, row_pos, limits, SPEC)
     row_max, decay = online_maximum(s, scales, gl.full([64], FLOOR, gl.float32, ROW), SPEC)
+    if SPEC.FIXED:
+        decay = gl.full([64], 1.0, gl.float32, ROW)
     acc = gl.full([64, DV], 0.0, gl.float32, O_LAYOUT)
     row_sum = thread_sums(gl.full([64, 8], 0.0, gl.float32, SPEC.SUM_LAYOUT))
     lse_sum = thread_sums(gl.full([64, 128], 0.0, gl.float32, SPEC.S_LAYOUT))
@@ -229,7 +248,8 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
     mbarrier.arrive(q_empty.index(q_slot), count=1)
     acc, row_max, row_sum, lse_sum, s, scales, decay = state
     p, lse_sum = probabilities(s, scales, row_max, lse_sum, decay, smem, SPEC)
-    acc = acc * gl.convert_layout(decay, O_ROW)[:, None]
+    if not SPEC.FIXED:
+        acc = acc * gl.convert_layout(decay, O_ROW)[:, None]
     offs_d = gl.arange(0, DV, O_COL)
     if SPEC.PV8:
         pending_sum = start_sums(p, eighths, SPEC)
@@ -242,6 +262,12 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
         pending_o = start_values(acc, p, first, done + n - 1, smem, bars, limits, SPEC)
         acc = warpgroup_mma_wait(0, deps=[pending_o])
         total = gl.sum(lse_sum, 1)
+    left = 0
+    if SPEC.FIXED:
+        pos = gl.convert_layout(row_pos, O_ROW)
+        trusted = gl.convert_layout(total, O_ROW) < LARGEST_SUM
+        trusted = trusted & (gl.sum(acc * 0.0, 1) == 0.0)
+        left = gl.max(((pos >= q_lo) & (pos < q_hi) & ~trusted).to(gl.int32), 0)
     if out_desc is not None:
         tma.store_wait(0)  # of the block before
     mbarrier.arrive(v_empty.index(slot(done + n - 1, SPEC.STAGES)[0]), count=1)
@@ -280,6 +306,7 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
             lse += gl.load(shift_ptr + row, mask=stored, other=0.0)
         lse = gl.where(_sees(row_pos, kv_len, SPEC), lse, float("-inf"))
         gl.store(lse_ptr + row, lse, mask=stored)
+    return left
 
 
 @gluon.jit
@@ -292,11 +319,18 @@ def _sees(pos, kv_len, SPEC: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["rounds", "n_blocks", "k_planes", "H_Q", "GROUP", "S_Q", "S_KV",
-                              "n_tiles", "window", "diag", "sink"])
+                              "n_tiles", "window", "diag", "sink", "work"])
 def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_scale_ptr,
-                  k_scale_ptr, v_scale_ptr, shift_ptr, out, lse_ptr, length_ptr, rounds, n_blocks,
-                  k_planes, H_Q, GROUP, S_Q, S_KV, n_tiles, scale, window, diag, sink,
-                  SPEC: gl.constexpr):
+                  k_scale_ptr, v_scale_ptr, shift_ptr, out, lse_ptr, length_ptr, left_ptr, work,
+                  rounds, n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV, n_tiles, scale, window, diag,
+                  sink, SPEC: gl.constexpr):
+    if SPEC.FIXED:
+        gdc_launch_dependents()
+    if SPEC.REDO:
+        gdc_wait()
+        mine = left_ptr + work + gl.program_id(0)
+        left = gl.load(mine) | gl.load(mine + work + gl.num_programs(0))
+        rounds = gl.where(left != 0, rounds, 0)
     # Shared memory and barriers
     STAGES: gl.constexpr = SPEC.STAGES
     BLOCKS: gl.constexpr = SPEC.BLOCKS
@@ -349,7 +383,7 @@ def hopper_kernel(q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc, out_desc, q_sc
     shape = (n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV)
     masks = (window, diag, sink)
     outputs = (out, out_desc, lse_ptr, shift_ptr)
-    inputs = (length_ptr, v_scale_ptr)
+    inputs = (length_ptr, v_scale_ptr, left_ptr, work)
     args = (smem, bars, rounds, shape, inputs, masks, scale, outputs)
     descs = (q_desc, k_desc, v_desc, q_raw_desc, k_raw_desc)
     fetched = (descs, smem, bars, q_scale_ptr, k_scale_ptr, rounds, shape, inputs, masks, n_tiles)

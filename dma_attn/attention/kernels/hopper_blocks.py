@@ -13,15 +13,16 @@ common_keys = gluon.jit(schedule.common_keys)
 
 @gluon.jit
 def block_of(turn, shape, inputs, masks, SPEC: gl.constexpr):
-    """This program's block of a round: where it lies, what its rows see, which tiles and classes.
+    """This program's block of a round: where it lies, what its rows see, which tiles and classes,
+    its index.
 
     Rounds go over the programs forth and back, so that each gets long and short blocks alike. A
-    block without queries has n = 0 tiles; one whose queries see no key has one tile, whose result
-    is dropped.
+    block without queries, or none to do again, has n = 0 tiles; one whose queries see no key has
+    one tile, whose result is dropped.
     """
     n_blocks, k_planes, H_Q, GROUP, S_Q, S_KV = shape
     window, diag, sink = masks
-    length_ptr, v_scale_ptr = inputs
+    length_ptr, v_scale_ptr, left_ptr, work = inputs
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     if turn % 2 == 1:
@@ -47,10 +48,14 @@ def block_of(turn, shape, inputs, masks, SPEC: gl.constexpr):
     first = lo >> 7
     n = gl.maximum(((hi + 127) >> 7) - first, 1)
     n = gl.where((block >= 0) & (q_lo < q_hi), n, 0)
+    if SPEC.REDO:
+        left = gl.load(left_ptr + index) | gl.load(left_ptr + work + programs + index)
+        n = gl.where(left != 0, n, 0)
     rows = (pos_0, q_lo, q_hi, offset)
     limits = (window, kv_len, seen_lo, common_lo, common_hi)
     ranges = ((sink_end + 127) >> 7, (diag_lo + 127) >> 7, (diag_hi + 127) >> 7)
-    return n, first, block, (q_plane, q_plane // GROUP, b, h), rows, limits, ranges
+    planes = (q_plane, q_plane // GROUP, b, h)
+    return n, first, block, planes, rows, limits, ranges, index
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from .hopper import hopper_kernel
 from .hopper_step import Spec
 
 STAGES = 2  # tiles of K and V in shared memory
+FIXED_KEYS = 2048  # from how many on a second launch, of blocks to do again, pays for itself
 INT_BIAS = 12582912.0  # 1.5 * 2^23: its bits plus a small integer are their sum
 GLUON_TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
@@ -52,7 +53,12 @@ def run(
     else:
         v = kv.v
         v_desc = _descriptor(v, (1, 1, TILE, value_dim))
-    hopper_kernel[(programs,)](
+    fixed = v.dtype == torch.bfloat16 and call.window == 0 and n_kv >= FIXED_KEYS
+    left = None
+    if fixed:
+        left = torch.empty(2 * (work + programs), dtype=torch.int32, device=out.device)
+    launch = functools.partial(
+        hopper_kernel[(programs,)],
         q_desc=_descriptor(codes.view(code_type).flatten(0, 2), (1, TILE // 2, head_dim)),
         k_desc=_descriptor(k_codes.view(code_type).flatten(0, 2), (1, TILE, head_dim)),
         v_desc=v_desc,
@@ -66,6 +72,8 @@ def run(
         out=Strided(out, out.stride()),
         lse_ptr=lse,
         length_ptr=kv.rows.length,
+        left_ptr=left,
+        work=work,
         rounds=-(-work // programs),
         n_blocks=blocks,
         k_planes=batch * kv_heads,
@@ -78,7 +86,10 @@ def run(
         window=window,
         diag=diag,
         sink=sink,
-        SPEC=_spec(
+        num_warps=4,
+    )
+    for part in ("fixed", "redo") if fixed else ("all",):
+        spec = _spec(
             head_dim,
             value_dim,
             classes=codes.shape[0],
@@ -87,11 +98,11 @@ def run(
             window=call.window > 0,
             tail=kv.rows.length is not None and not fp8,
             lse=lse is not None,
+            part=part,
             integer=code_type == torch.int8,
             value_type=v.dtype,
-        ),
-        num_warps=4,
-    )
+        )
+        launch(SPEC=spec, launch_pdl=part == "redo")
 
 
 @functools.cache
@@ -104,6 +115,7 @@ def _spec(
     window: bool,
     tail: bool,
     lse: bool,
+    part: str,
     integer: bool,
     value_type: torch.dtype,
 ) -> Spec:
@@ -123,6 +135,8 @@ def _spec(
         TAIL=tail,
         PV8=fp8,
         LSE=lse,
+        FIXED=part == "fixed",
+        REDO=part == "redo",
         SHIFT=8.0 if fp8 else 0.0,
         BIAS=INT_BIAS if integer else 0.0,
         S_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]),

@@ -38,6 +38,8 @@ class Spec:
         TAIL: V may hold anything beyond a row's length.
         PV8: P V in FP8, else in V's 16-bit dtype.
         LSE: The log-sum-exp is wanted.
+        FIXED: The first tile's maxima serve all tiles; blocks where they do not are left for REDO.
+        REDO: Only the blocks that FIXED left.
         SHIFT: log2 of the factor on P.
         BIAS: What is added to integer scores to read them as fp32; 0 for FP8.
         S_LAYOUT, SUM_LAYOUT, O_LAYOUT, P_LAYOUT: Register layouts of the scores, the row sums by
@@ -58,6 +60,8 @@ class Spec:
     TAIL: bool
     PV8: bool
     LSE: bool
+    FIXED: bool
+    REDO: bool
     SHIFT: float
     BIAS: float
     S_LAYOUT: Any
@@ -290,7 +294,7 @@ def step(state, i, last, done, q_slot, c, q_scale, W: gl.constexpr, smem, bars, 
     next_stage, _ = slot(count + 1, SPEC.STAGES)
     p, lse_sum = probabilities(s, scales, row_max, lse_sum, decay, smem, SPEC)
     acc_decay = gl.convert_layout(decay, gl.SliceLayout(1, SPEC.O_LAYOUT))[:, None]
-    if not SPEC.PV8:
+    if not (SPEC.PV8 or SPEC.FIXED):
         acc = acc * acc_decay
     pending_s, k_scale = start_scores(count + 1, q_slot, c, W, smem, bars, RAW, SPEC)
     if SPEC.PV8:
@@ -298,7 +302,8 @@ def step(state, i, last, done, q_slot, c, q_scale, W: gl.constexpr, smem, bars, 
     pending_o = start_values(acc, p, last - i, count, smem, bars, limits, SPEC)
     s = as_scores(warpgroup_mma_wait(2 if SPEC.PV8 else 1, deps=[pending_s]), RAW, SPEC)
     scales = tile_scales(q_scale, k_scale, shift, RAW, SPEC)
-    if not SPEC.WINDOW:
+    new_max, new_decay = row_max, decay
+    if not (SPEC.WINDOW or SPEC.FIXED):
         new_max, new_decay = online_maximum(s, scales, row_max, SPEC)
         # Over already, but no code moves across: ptxas would take the maxima after P V
         mbarrier.wait(v_full.index(stage), phase)
