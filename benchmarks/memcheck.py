@@ -42,15 +42,19 @@ def main() -> int:
                 for text in CONFIGS:
                     calls += attend(head_dim, DMAConfig.parse(text))
         with use_hopper(), mock.patch.object(hopper_call, "FIXED_KEYS", 0):
-            calls += attend(head_dim, DMAConfig())
+            for text in ("default", "default,high=none"):
+                calls += attend(head_dim, DMAConfig.parse(text), outlier=True)
     torch.cuda.synchronize()
     print(f"{calls} calls")
     return 0
 
 
-def attend(head_dim: int, config: DMAConfig) -> int:
-    """Calls of one configuration; returns how many."""
+def attend(head_dim: int, config: DMAConfig, outlier: bool = False) -> int:
+    """Calls of one configuration, with a key that makes blocks be done again; returns how many."""
     q, k, v = random_qkv(2, (6, 2), (77, 300), head_dim, device="cuda")
+    if outlier:
+        q[1] += 8
+        k[1, :, 4] = 8
     ends = torch.tensor([300, 131], dtype=torch.int32, device="cuda")
     odd = torch.empty(2, 6, 77, head_dim + 3, dtype=q.dtype, device="cuda")[..., :head_dim]
     dma_attention(q, k, v, is_causal=True, config=config, return_lse=True)

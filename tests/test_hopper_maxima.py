@@ -60,14 +60,29 @@ def test_others_take_one_launch(
     assert [x.metadata.name for x in kernels].count("hopper_kernel") == 1
 
 
+Results = list[tuple[torch.Tensor, torch.Tensor]]
+
+
 class TestOnHopper:
     """Against the kernel that keeps running maxima."""
 
     pytestmark = needs_hopper
 
-    def both(
-        self, *inputs: torch.Tensor, config: str, **arguments: object
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    @pytest.fixture(autouse=True)
+    def rooms(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+        """The flags of every pair of launches, in turn."""
+        found: list[torch.Tensor] = []
+        room_for = hopper_call._flags
+
+        def room(*arguments: object) -> torch.Tensor:
+            found.append(room_for(*arguments))  # type: ignore[arg-type]
+            return found[-1]
+
+        monkeypatch.setattr(hopper_call, "_flags", room)
+        return found
+
+    def both(self, *inputs: torch.Tensor, config: str, **arguments: object) -> Results:
+        """By the first tile's maxima, by running ones."""
         results = []
         for least in (0, 10**9):
             with mock.patch.object(hopper_call, "FIXED_KEYS", least):
@@ -77,7 +92,9 @@ class TestOnHopper:
     @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
     @pytest.mark.parametrize("config", CONFIGS)
     @pytest.mark.parametrize("dim", [64, 128])
-    def test_blocks_done_again(self, dim: int, config: str, causal: bool) -> None:
+    def test_blocks_done_again(
+        self, dim: int, config: str, causal: bool, rooms: list[torch.Tensor]
+    ) -> None:
         """One head's fifth key draws logits hundreds of octaves above the others'."""
         q, k, v = (torch.randn(2, 4, 1000, dim, device=DEVICE) for _ in range(3))
         q[1, 2] += 8
@@ -92,22 +109,93 @@ class TestOnHopper:
         assert (ref[1, 2, begin:].float() - v[1, 2, 4].float()).abs().max() < 0.1
         torch.testing.assert_close(out, ref, atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(lse, ref_lse, atol=1e-3, rtol=1e-5)
-        assert not torch.equal(lse, ref_lse)  # the rest is summed from other references
+        flags = rooms[0][:, : 8 * 8].view(2, 8, 2, 4)  # the last block first, batch rows, heads
+        expected = torch.zeros_like(flags)
+        expected[:, : 7 if causal else 8, 1, 2] = 1
+        assert torch.equal(flags, expected)
 
-    def test_products_that_overflow(self) -> None:
-        """Sums within bounds, P V beyond fp32: V of 1e36, P of up to 2^40."""
+    @pytest.mark.parametrize("dims", [(128, 128), (64, 128)], ids=str)
+    @pytest.mark.parametrize("config", ["default", "default,high=none"])
+    def test_many_blocks_a_program(
+        self, config: str, dims: tuple[int, int], rooms: list[torch.Tensor]
+    ) -> None:
+        """Some of a program's blocks are done again: those that some heads of some rows have
+        beyond the first tile; lengths on the device, rows before the first key, any output."""
+        q, k, v = (torch.randn(4, n, 1000, d, device=DEVICE) for n, d in
+                   ((12, dims[0]), (3, dims[0]), (3, dims[1])))
+        q[:, 5] += 8
+        k[0, 1, 4], k[3, 1, 4] = 8, 8
+        ends = torch.tensor([1000, 0, 333, 1000], dtype=torch.int32, device=DEVICE)
+        v[1], v[2, :, 333:] = torch.nan, torch.nan
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        odd = torch.empty(4, 12, 1000, dims[1] + 3, dtype=q.dtype, device=DEVICE)[..., : dims[1]]
+        arguments = {"config": config, "is_causal": True, "kv_len": ends}
+        (out, lse), (ref, ref_lse) = self.both(q, k, v, **arguments)  # type: ignore[arg-type]
+        torch.testing.assert_close(out, ref, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, ref_lse, atol=1e-3, rtol=1e-5)
+        again = [(0, 5), (3, 5)]
+        for b, h in again:
+            assert torch.equal(out[b, h, 128:], ref[b, h, 128:])
+        work = 9 * 4 * 12  # a block more than 1000 queries have: lengths decide where they start
+        flags = rooms[0][:, :work].view(2, 9, 4, 12)
+        assert sorted({tuple(x[2:]) for x in flags.nonzero().tolist()}) == again
+        assert flags.sum() == 2 * 7 * 2
+        with mock.patch.object(hopper_call, "FIXED_KEYS", 0), use_hopper():
+            dma_attention(q, k, v, is_causal=True, kv_len=ends, config=DMAConfig.parse(config),
+                          out=odd)
+        assert torch.equal(odd, out)
+
+    def test_large_sums(self, rooms: list[torch.Tensor]) -> None:
+        """Sums of 2^40 are trusted."""
         q, k, v = (torch.randn(1, 1, 600, 128, device=DEVICE) for _ in range(3))
         q += 1
         k[0, 0, 3] = 2.5
-        q, k, v = q.bfloat16(), k.bfloat16(), (1e36 * v).bfloat16()
-        (out, _), (ref, _) = self.both(q, k, v, config="mxfp8")
-        assert ref.isfinite().all() and out.isfinite().all()
-        assert (out.double() - ref.double()).norm() <= 1e-2 * ref.double().norm()
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        (out, lse), (ref, ref_lse) = self.both(q, k, v, config="mxfp8")
+        assert not rooms[0].any() and not torch.equal(lse, ref_lse)
+        torch.testing.assert_close(out, ref, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, ref_lse, atol=1e-4, rtol=1e-5)
+        # Beyond fp32 with V of 1e36
+        (out, _), (ref, _) = self.both(q, k, (1e36 * v.float()).bfloat16(), config="mxfp8")
+        assert rooms[1].all() and torch.equal(out, ref) and out.isfinite().all()
 
-    def test_unused_rows_leave_nothing(self) -> None:
-        """Q's codes of rows beyond the last query hold anything; NaN in V reaches who sees it."""
-        q, k, v = (torch.randn(1, 2, n, 128, device=DEVICE).bfloat16() for n in (5, 700, 700))
-        v[0, 1, 699] = torch.nan
-        (out, lse), (ref, ref_lse) = self.both(q, k, v, config="default", is_causal=True)
-        assert torch.equal(out.isnan(), ref.isnan()) and out.isnan().any()
-        torch.testing.assert_close(lse, ref_lse, atol=1e-3, rtol=1e-5)
+    def test_rows_that_do_not_count(self, rooms: list[torch.Tensor]) -> None:
+        """Q's codes beyond the last query hold anything, and rows without a key see NaN."""
+        q, k, v = (torch.randn(1, 2, n, 128, device=DEVICE).bfloat16() for n in (700, 600, 600))
+        attend_to = {"config": "default", "is_causal": True}
+        self.both(q[:, :, :5], k, v, **attend_to)  # type: ignore[arg-type]
+        v[:, :, 0] = torch.nan  # the first 100 of 700 queries see no key, the others this one
+        (out, _), (ref, _) = self.both(q, k, v, **attend_to)  # type: ignore[arg-type]
+        assert not rooms[0].any() and torch.equal(out.isnan(), ref.isnan())
+        assert not out[:, :, :100].any() and out[:, :, 100:].isnan().all()
+
+    def test_output_in_place_of_queries(self, rooms: list[torch.Tensor]) -> None:
+        """Blocks cannot be done again once 16-bit Q is overwritten."""
+        q, k, v = (torch.randn(1, 2, 1000, 128, device=DEVICE) for _ in range(3))
+        q += 8
+        k[:, :, 4] = 8
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        with mock.patch.object(hopper_call, "FIXED_KEYS", 0), use_hopper():
+            for config in ("default,high=none", "default"):
+                arguments = {"is_causal": True, "config": DMAConfig.parse(config)}
+                ref = dma_attention(q, k, v, **arguments)  # type: ignore[arg-type]
+                out = q.clone()
+                dma_attention(out, k, v, out=out, **arguments)  # type: ignore[arg-type]
+                torch.testing.assert_close(out, ref, atol=2e-2, rtol=2e-2)
+        assert len(rooms) == 3
+
+    def test_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replayed with blocks to do again and without."""
+        monkeypatch.setattr(hopper_call, "FIXED_KEYS", 0)
+        q, k, v = (torch.randn(1, 4, 2000, 128, device=DEVICE).bfloat16() for _ in range(3))
+        q[:, 1:3] += 8
+        plain, drawn = k.clone(), k.clone()
+        drawn[:, 2, 4] = 8
+        expected = [attend(q, x, v, "default", is_causal=True)[0] for x in (plain, drawn)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attend(q, k, v, "default", is_causal=True)[0]
+        for i in (0, 1, 0, 1, 1, 0) * 5:
+            k.copy_((plain, drawn)[i])
+            graph.replay()
+            assert torch.equal(out, expected[i])

@@ -155,13 +155,14 @@ def _consumer(W: gl.constexpr, args, SPEC: gl.constexpr):
     for round in range(rounds):
         n, first, block, planes, rows, limits, ranges, index = block_of(round, shape, inputs, masks,
                                                                         SPEC)
+        left = 0
         if n > 0:
             left = _attend(W, smem, bars, n, first, block, planes, rows, limits, ranges, done,
                            blocks, shape, scale, inputs, outputs, SPEC)
-            if SPEC.FIXED:
-                any_left |= left
-                gl.store(left_ptr + W * (work + gl.num_programs(0)) + index, left)
             blocks += 1
+        if SPEC.FIXED:
+            any_left |= left
+            gl.store(left_ptr + W * (work + gl.num_programs(0)) + index, left, mask=index < work)
         done += n
     if SPEC.FIXED:
         gl.store(left_ptr + (W + 1) * work + W * gl.num_programs(0) + gl.program_id(0), any_left)
@@ -267,7 +268,8 @@ def _attend(W: gl.constexpr, smem, bars, n, first, block, planes, rows, limits, 
         pos = gl.convert_layout(row_pos, O_ROW)
         trusted = gl.convert_layout(total, O_ROW) < LARGEST_SUM
         trusted = trusted & (gl.sum(acc * 0.0, 1) == 0.0)
-        left = gl.max(((pos >= q_lo) & (pos < q_hi) & ~trusted).to(gl.int32), 0)
+        wanted = (pos >= q_lo) & (pos < q_hi) & _sees(pos, kv_len, SPEC)
+        left = gl.max((wanted & ~trusted).to(gl.int32), 0)
     if out_desc is not None:
         tma.store_wait(0)  # of the block before
     mbarrier.arrive(v_empty.index(slot(done + n - 1, SPEC.STAGES)[0]), count=1)

@@ -301,6 +301,8 @@ def step(state, i, last, done, q_slot, c, q_scale, W: gl.constexpr, smem, bars, 
         pending_sum = start_sums(p, eighths, SPEC)
     pending_o = start_values(acc, p, last - i, count, smem, bars, limits, SPEC)
     s = as_scores(warpgroup_mma_wait(2 if SPEC.PV8 else 1, deps=[pending_s]), RAW, SPEC)
+    if SPEC.FIXED:  # nothing else passes under P V
+        mbarrier.arrive(k_empty.index(next_stage), count=1)
     scales = tile_scales(q_scale, k_scale, shift, RAW, SPEC)
     new_max, new_decay = row_max, decay
     if not (SPEC.WINDOW or SPEC.FIXED):
@@ -312,7 +314,8 @@ def step(state, i, last, done, q_slot, c, q_scale, W: gl.constexpr, smem, bars, 
         row_sum = add_sums(row_sum, decay, part_sum)
     else:
         part = warpgroup_mma_wait(0, deps=[pending_o])
-    mbarrier.arrive(k_empty.index(next_stage), count=1)
+    if not SPEC.FIXED:
+        mbarrier.arrive(k_empty.index(next_stage), count=1)
     mbarrier.arrive(v_empty.index(stage), count=1)
     acc = acc * acc_decay + part if SPEC.PV8 else part
     if SPEC.WINDOW:  # masks need the registers of P V
