@@ -93,7 +93,7 @@ def test_dependent_launches_wait(text: str, tmp_path: Path) -> None:
         dma_attention(q, k, k, config=DMAConfig.parse(text), impl="triton")
     named = {kernel.metadata.name: kernel for kernel in kernels}
     early = {name for name, kernel in named.items() if kernel.metadata.launch_pdl}
-    assert early == {"combine_kernel", "fold_kv_kernel"}
+    assert early == {"combine_kernel", "fold_kv_tma_kernel"}
     for name in ("statistics_kernel", "combine_kernel"):
         assert "griddepcontrol.launch_dependents" in named[name].asm["ptx"]
     for name in early:
@@ -122,6 +122,39 @@ def test_e2m1_of_every_float() -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("ends", [None, (300, 130), (0, 5)], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (64, 128), (128, 64)], ids=str)
+def test_both_folds_agree(
+    dims: tuple[int, int], ends: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that TMA feeds makes what the other one makes, and zeros of V's unused keys."""
+    from dma_attn.quant import folded
+
+    k, v = (torch.randn(2, 3, 300, d, device=DEVICE).bfloat16() for d in dims)
+    k[0, 1, 7, 3], v[1, 2, 4, 5] = torch.nan, torch.inf
+    length = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    for b, end in enumerate(ends or ()):
+        k[b, :, end:], v[b, :, end:] = torch.nan, torch.nan
+    for text in ("default,pv=fp8", "hopper", "default", "nvfp4,smooth_k=false,pv=fp8"):
+        config = DMAConfig.parse(text)
+        spans = class_spans(config, query=False)
+        out = folded.fold_kv(k, v, *spans, length, config)
+        with monkeypatch.context() as m:
+            m.setattr(folded, "fits_tma", lambda x: False)
+            ref = folded.fold_kv(k, v, *spans, length, config)
+        for b, end in enumerate(ends or (300, 300)):
+            tiles = -(-end // 128)
+            assert torch.equal(out.codes[:, b, :, : 128 * tiles], ref.codes[:, b, :, : 128 * tiles])
+            scales, expected = (x.scales[:, b, :, :tiles] for x in (out, ref))
+            torch.testing.assert_close(scales, expected, rtol=0, atol=0, equal_nan=True)
+            if out.v is not None and ref.v is not None:
+                full = end // 128 * 128
+                assert torch.equal(out.v[b, :, :, :full], ref.v[b, :, :, :full])
+                kept = out.v[b, :, :, full : 128 * tiles] == ref.v[b, :, :, full : 128 * tiles]
+                assert (kept.sum(-1) >= end - full).all()
+
+
+@needs_gpu
 @pytest.mark.parametrize(
     "text", ["default,pv=fp8", "hopper", "default", "mxfp8,smooth_k=false,pv=fp8"]
 )
@@ -130,7 +163,7 @@ def test_dependent_launches(
     text: str, ends: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launches that start early read what was written just before, eagerly and replayed; programs
-    of several tiles make what those of one do."""
+    of many tiles make what those of one do."""
     from dma_attn.quant import folded
 
     config = DMAConfig.parse(text)
@@ -148,7 +181,7 @@ def test_dependent_launches(
     with monkeypatch.context() as m:
         m.setattr(folded, "_DEPENDENT", {})
         expected = [parts(folded.fold_kv(*kv, *spans, length, config)) for kv in inputs]
-    monkeypatch.setattr(folded, "MANY_TILES", 0)
+    monkeypatch.setattr(folded, "processor_count", lambda device: 3)
     k, v = (torch.empty_like(x) for x in inputs[0])
 
     def call() -> FoldedKV:

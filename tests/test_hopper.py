@@ -106,7 +106,7 @@ def compiled(config: str, dims: tuple[int, int], **arguments: object) -> Any:
     with use_hopper(), compile_only(90) as kernels:
         dma_attention(q, k, v, config=DMAConfig.parse(config), impl="triton", **arguments)
     by_name = {kernel.metadata.name: kernel for kernel in kernels}
-    assert set(by_name) <= {"statistics_kernel", "combine_kernel", "fold_kv_kernel",
+    assert set(by_name) <= {"statistics_kernel", "combine_kernel", "fold_kv_tma_kernel",
                             "fold_q_kernel", "hopper_kernel"}
     kernel = by_name["hopper_kernel"]
     assert kernel.metadata.shared <= 232448

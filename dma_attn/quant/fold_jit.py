@@ -179,7 +179,7 @@ def _nvfp4_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN:
                   EXACT: tl.constexpr):
     largest = tl.max(amax, 1)
     if SPAN == "tile":
-        largest = tl.zeros_like(largest) + tl.max(largest, 0)
+        largest = tl.maximum(largest, tl.max(largest, 0))
     if EXACT:
         factor = tl.div_rn(largest, nvfp4_divisor(RULE))
         x *= gain
@@ -230,7 +230,7 @@ def int8_codes(x, gain, SPAN: tl.constexpr, EXACT: tl.constexpr):
     span, holds NaN or Inf, and the codes mean nothing."""
     amax = max_abs(x, 1)
     if SPAN == "tile":
-        amax = tl.zeros_like(amax) + max_abs(amax, 0)
+        amax = amax * 0.0 + max_abs(amax, 0)  # NaN for Inf, which counts as NaN below
     if EXACT:
         scale = tl.div_rn(amax, element_max("int8"))
     else:
@@ -256,7 +256,7 @@ def fold(elements, scale, largest, bad, BY_ROW: tl.constexpr, T: tl.constexpr, D
     """
     amax = tl.where(bad, 0.0, tl.max(largest, 1))
     if not BY_ROW:
-        amax = tl.zeros_like(amax) + tl.max(amax, 0)
+        amax = tl.maximum(amax, tl.max(amax, 0))
     amax = amax.to(tl.int32, bitcast=True)
     exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > mantissa_of_max("mxfp8")).to(tl.int32)
     exponent = tl.where(amax == 0, 127, tl.minimum(tl.maximum(exponent, 27), 227))

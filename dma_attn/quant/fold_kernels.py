@@ -146,31 +146,24 @@ def _fold_v_rows(v, codes_ptr, scale_ptr, b, h, begin, length, plane, n_tiles, T
 
 
 @triton.jit(do_not_specialize=["n_tiles", "planes", "H", "S"])
-def fold_kv_kernel(k, k_desc, v, length_ptr, mean_ptr, hadamard_ptr, codes_ptr, scales_ptr,
-                   v_codes_ptr, v_scale_ptr, n_tiles, planes, H, S, T: tl.constexpr,
-                   TILES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HIGH: tl.constexpr,
-                   LOW: tl.constexpr):
-    """Programs take TILES tiles of K, and of V (FP8), in turns: one is fetched to L2 while the
-    other is computed."""
-    group, b, h = program_ids(tl.cdiv(n_tiles, TILES), H)
+def fold_kv_kernel(k, v, length_ptr, mean_ptr, hadamard_ptr, codes_ptr, scales_ptr, v_codes_ptr,
+                   v_scale_ptr, n_tiles, planes, H, S, T: tl.constexpr, D: tl.constexpr,
+                   DV: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr):
+    """A tile of K, and of V (FP8), which is fetched to L2 while that of K is computed."""
+    tile, b, h = program_ids(n_tiles, H)
     plane = b * H + h
     _, length = sequence(b, None, length_ptr, S, S)
-    count = tl.minimum(TILES, tl.cdiv(length, T) - group * TILES)
-    if count > 0:
+    rows = tile.to(tl.int64) * T + tl.arange(0, T)
+    if tile * T < length:
         matrix = None if hadamard_ptr is None else _hadamard_tile(hadamard_ptr, D)
-        for i in range(0, count):
-            tile = group * TILES + i
-            rows = tile.to(tl.int64) * T + tl.arange(0, T)
-            raw = _load_tile(k, k_desc, b, h, tile * T, length, T, D)
-            if v_codes_ptr is not None:
-                _prefetch_rows(v, b, h, _inside(rows, length), DV)
-            _fold_rows(raw, rows < length, mean_ptr, 1.0, matrix, codes_ptr, scales_ptr, plane,
-                       planes, tile, n_tiles, T, D, HIGH, LOW)
-            if i + 1 < count:
-                _prefetch_rows(k, b, h, _inside(rows + T, length), D)
-            if v_codes_ptr is not None:
-                _fold_v_rows(v, v_codes_ptr, v_scale_ptr, b, h, tile * T, length, plane,
-                             n_tiles.to(tl.int64), T, DV)
+        raw = _load_rows(k, b, h, _inside(rows, length), D)
+        if v_codes_ptr is not None:
+            _prefetch_rows(v, b, h, _inside(rows, length), DV)
+        _fold_rows(raw, rows < length, mean_ptr, 1.0, matrix, codes_ptr, scales_ptr, plane,
+                   planes, tile, n_tiles, T, D, HIGH, LOW)
+        if v_codes_ptr is not None:
+            _fold_v_rows(v, v_codes_ptr, v_scale_ptr, b, h, tile * T, length, plane,
+                         n_tiles.to(tl.int64), T, DV)
     # Even programs without keys: what comes next takes both kernels as done when this one is
     _wait_for_kernel_before()
 

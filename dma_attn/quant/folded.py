@@ -8,7 +8,7 @@ s spans a tile of 128 keys (K) or one query (Q). Folding a block scale into an e
 MXFP4 up to 14 binades below the tile maximum, keeps MXFP8's mantissas among E4M3's normal numbers,
 and rounds NVFP4 once more (docs/numerics.md has the bounds). Rows sit at absolute positions: Q's
 first block may start before the first query. In the last tile in use, rows of K without data are
-zeros, and keys of V repeat the last one; other rows without data hold anything.
+zeros, and keys of V are zeros or repeat the last one; other rows without data hold anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..config import DMAConfig
-from ..device import fits_tma, interpreting
+from ..device import fits_tma, interpreting, processor_count
 from ..formats import BlockFormat
 from ..schedule import TILE, tile_count
 from .fold_kernels import combine_kernel, fold_kv_kernel, fold_q_kernel, statistics_kernel
@@ -28,7 +28,7 @@ from .kernels import Strided
 from .tensor import QueryCodes
 
 STATISTICS_ROWS = 256  # keys to a program
-KEY_TILES, MANY_TILES = 4, 1024  # tiles of K and V to a program with one class; from how many on
+FOLD_PROGRAMS = 2  # of the fold of K and V by TMA, on each SM
 # A launch that may begin before the one before it has ended, and waits for that where it must
 _DEPENDENT = {} if interpreting() else {"launch_pdl": True}
 QUERY_TILES = {1: 8, 2: 2}  # tiles of Q to a program, which fetches the Hadamard matrix once
@@ -124,33 +124,55 @@ def fold_kv(
     codes = empty(classes, batch, heads, n_tiles * TILE, head_dim, dtype=torch.uint8)
     scales = empty(classes, batch, heads, n_tiles)
     v_codes = empty(batch, heads, value_dim, n_tiles * TILE, dtype=torch.uint8) if fp8 else None
-    tiles = KEY_TILES if classes == 1 and n_tiles * planes >= MANY_TILES else 1
-    fold_kv_kernel[(-(-n_tiles // tiles) * planes,)](
-        k_arg,
-        _rows_descriptor(k, TILE),
-        v_arg,
-        length,
-        rotated,
-        matrix,
-        codes,
-        scales,
-        v_codes,
-        v_scale,
-        n_tiles,
-        planes,
-        heads,
-        size,
-        T=TILE,
-        TILES=tiles,
-        D=head_dim,
-        DV=value_dim,
-        HIGH=_class_spec(high, config.scale_rule),
-        LOW=_class_spec(low, config.scale_rule),
-        num_warps=8,
-        maxnreg=128,
-        num_stages=1,
+    specs = {
+        "HIGH": _class_spec(high, config.scale_rule),
+        "LOW": _class_spec(low, config.scale_rule),
+        "num_warps": 8,
+        "maxnreg": 128,
         **(_DEPENDENT if mean is not None or fp8 else {}),
-    )
+    }
+    if matrix is not None and not interpreting() and fits_tma(k) and (not fp8 or fits_tma(v)):
+        from .fold_hopper import fold_kv_tma_kernel, layouts
+        from .tma import descriptor
+
+        programs = min(n_tiles * planes, FOLD_PROGRAMS * processor_count(k.device))
+        fold_kv_tma_kernel[(programs,)](
+            descriptor(k, (1, 1, TILE, head_dim)),
+            descriptor(v, (1, 1, TILE, value_dim)) if fp8 else None,
+            descriptor(matrix, (head_dim, head_dim)),
+            length,
+            rotated,
+            codes,
+            scales,
+            v_codes,
+            v_scale,
+            n_tiles,
+            planes,
+            heads,
+            size,
+            **layouts(head_dim, value_dim),
+            **specs,
+        )
+    else:
+        fold_kv_kernel[(n_tiles * planes,)](
+            k_arg,
+            v_arg,
+            length,
+            rotated,
+            matrix,
+            codes,
+            scales,
+            v_codes,
+            v_scale,
+            n_tiles,
+            planes,
+            heads,
+            size,
+            T=TILE,
+            D=head_dim,
+            DV=value_dim,
+            **specs,
+        )
     return FoldedKV(codes, scales, mean, v_codes, v_scale)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dma_attn.quant import folded
 from tests.folded_checks import CONFIGS, check_e2m1, check_fold
 from tests.impls import INTERPRETED
 
@@ -16,13 +15,6 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 @pytest.mark.parametrize("text", CONFIGS)
 def test_fold(text: str, special: bool) -> None:
     check_fold(text, 64, torch.bfloat16 if special else torch.float16, "cpu", special)
-
-
-def test_programs_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As calls with many tiles have them."""
-    monkeypatch.setattr(folded, "MANY_TILES", 0)
-    monkeypatch.setattr(folded, "KEY_TILES", 2)
-    check_fold("hopper", 64, torch.bfloat16, "cpu", False)
 
 
 def test_e2m1() -> None:

@@ -6,11 +6,11 @@ import functools
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...device import fits_tma, processor_count
 from ...formats import LOG2_E
 from ...quant.kernels import Strided
+from ...quant.tma import descriptor, shared_layout
 from ...schedule import TILE
 from ..prepare import FoldedQueries, widths
 from ..types import CallOptions, PreparedKV
@@ -20,12 +20,6 @@ from .hopper_step import Spec
 STAGES = 2  # tiles of K and V in shared memory
 FIXED_KEYS = 2048  # from how many on a second launch, of blocks to do again, pays for itself
 INT_BIAS = 12582912.0  # 1.5 * 2^23: its bits plus a small integer are their sum
-GLUON_TYPES = {
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.int8: gl.int8,
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-}
 
 
 def run(
@@ -49,22 +43,22 @@ def run(
     programs = min(work, processor_count(out.device))
     if fp8:
         v = kv.v.view(torch.float8_e4m3fn)
-        v_desc = _descriptor(v.flatten(0, 1), (1, value_dim, TILE))
+        v_desc = descriptor(v.flatten(0, 1), (1, value_dim, TILE))
     else:
         v = kv.v
-        v_desc = _descriptor(v, (1, 1, TILE, value_dim))
+        v_desc = descriptor(v, (1, 1, TILE, value_dim))
     fixed = v.dtype == torch.bfloat16 and call.window == 0 and n_kv >= FIXED_KEYS
     if raw is not None and raw.data_ptr() == out.data_ptr():
         fixed = False  # Q is gone when blocks would be done again
     left = _flags(work, programs, out.device) if fixed else None
     launch = functools.partial(
         hopper_kernel[(programs,)],
-        q_desc=_descriptor(codes.view(code_type).flatten(0, 2), (1, TILE // 2, head_dim)),
-        k_desc=_descriptor(k_codes.view(code_type).flatten(0, 2), (1, TILE, head_dim)),
+        q_desc=descriptor(codes.view(code_type).flatten(0, 2), (1, TILE // 2, head_dim)),
+        k_desc=descriptor(k_codes.view(code_type).flatten(0, 2), (1, TILE, head_dim)),
         v_desc=v_desc,
-        q_raw_desc=None if raw is None else _descriptor(raw, (1, 1, TILE // 2, head_dim)),
-        k_raw_desc=None if kv.k is None else _descriptor(kv.k, (1, 1, TILE, head_dim)),
-        out_desc=_descriptor(out, (1, 1, TILE // 2, value_dim)) if fits_tma(out) else None,
+        q_raw_desc=None if raw is None else descriptor(raw, (1, 1, TILE // 2, head_dim)),
+        k_raw_desc=None if kv.k is None else descriptor(kv.k, (1, 1, TILE, head_dim)),
+        out_desc=descriptor(out, (1, 1, TILE // 2, value_dim)) if fits_tma(out) else None,
         q_scale_ptr=queries.scales,
         k_scale_ptr=k_scales,
         v_scale_ptr=kv.v_scale,
@@ -149,16 +143,6 @@ def _spec(
         O_LAYOUT=o_layout,
         P_LAYOUT=gl.DotOperandLayout(0, o_layout, 4 if fp8 else 2),
         RAW_LAYOUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16]),
-        K_LAYOUT=_shared_layout((1, TILE, head_dim), torch.float8_e4m3fn),
-        EIGHTHS_LAYOUT=_shared_layout((8, 128), value_type),
+        K_LAYOUT=shared_layout((1, TILE, head_dim), torch.float8_e4m3fn),
+        EIGHTHS_LAYOUT=shared_layout((8, 128), value_type),
     )
-
-
-def _descriptor(x: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """TMA boxes of x; beyond its ends they read zeros."""
-    return TensorDescriptor.from_tensor(x, list(box), _shared_layout(box, x.dtype))
-
-
-@functools.cache
-def _shared_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(box), GLUON_TYPES[dtype])

@@ -1,0 +1,188 @@
+"""The fold of K and V with TMA fetching the next tiles while those before are computed.
+
+    program   tile of K: wait, rotate | fetch the next one | each class, store
+              tile of V: wait, to registers | fetch the next one | E4M3, store      item after item
+
+Two programs an SM share out all tiles. What they make equals what `fold_kernels.fold_kv_kernel`
+makes, bit for bit, but for V beyond the length, which is 0. A thread gets 16 values that lie side
+by side in the output: of K by the order of the matrix's columns, of V by a register layout whose
+loads from shared memory transpose, so that nothing is exchanged before it is stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..schedule import TILE
+from .fold_jit import e4m3_code, fold, in_format, int8_codes, reciprocal
+from .fold_kernels import _wait_for_kernel_before
+from .jit import item, rotation_norm, scale_kind
+
+
+@functools.cache
+def layouts(head_dim: int, value_dim: int) -> dict[str, Any]:
+    """Registers of the product, of K's codes (keys, dims) and of V (keys, dims), for 8 warps."""
+    halves = [[0, 64]] if head_dim == 128 else []
+    more = [[0, 8]] if value_dim == 128 else []
+    dim = value_dim // 8
+    return {
+        "Y_LAYOUT": gl.NVMMADistributedLayout([3, 0], [8, 1], [16, head_dim, 16]),
+        "K_LAYOUT": gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], *halves, [8, 0]],
+            [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0], [64, 0]],
+            [],
+            [TILE, head_dim],
+        ),
+        "V_LAYOUT": gl.DistributedLinearLayout(
+            [[1, 0], [8, 0], [2, 0], [4, 0], [64, 0], *more],
+            [[16, 0], [32, 0], [0, 1], [0, 2], [0, 4]],
+            [[0, dim], [0, 2 * dim], [0, 4 * dim]],
+            [],
+            [TILE, value_dim],
+        ),
+    }
+
+
+@gluon.jit
+def _place(index, n_tiles, H, S, length_ptr):
+    """Plane and tile of an item, of the first one below 0, and keys of its row."""
+    index = gl.maximum(index, 0)
+    plane = index // n_tiles
+    length = S
+    if length_ptr is not None:
+        length = gl.minimum(gl.maximum(gl.load(length_ptr + plane // H), 0), S)
+    return plane, index % n_tiles, length
+
+
+@gluon.jit
+def _seek(index, n_tiles, H, S, length_ptr, T: gl.constexpr):
+    """This item, or the next one of this program that holds keys; below 0 when none is left."""
+    if length_ptr is not None:
+        _, tile, length = _place(index, n_tiles, H, S, length_ptr)
+        while (index >= 0) & (tile * T >= length):
+            index -= gl.num_programs(0)
+            _, tile, length = _place(index, n_tiles, H, S, length_ptr)
+    return index
+
+
+@gluon.jit
+def _fetch(desc, smem, bar, index, n_tiles, H, T: gl.constexpr):
+    if index >= 0:
+        plane = index // n_tiles
+        mbarrier.expect(bar, desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, [plane // H, plane % H, index % n_tiles * T, 0], bar,
+                                        smem)
+
+
+@gluon.jit
+def _fold_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
+                CLASS: gl.constexpr, LAYOUT: gl.constexpr):
+    """One class of a tile of rotated K, x (T, D)."""
+    T: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    FORMAT: gl.constexpr = item(CLASS, 0)
+    if scale_kind(FORMAT) == "fp32":
+        codes, scale = int8_codes(x, gain, item(CLASS, 2), False)
+    else:
+        elements, scale, largest, bad = in_format(x, gain, FORMAT, item(CLASS, 1), item(CLASS, 2),
+                                                  False, T, D)
+        codes, scale = fold(elements, scale, largest, bad, False, T, D)
+    at_tile = (c * planes + plane).to(gl.int64) * n_tiles + tile
+    codes = gl.convert_layout(codes.to(gl.uint8, bitcast=True), LAYOUT)  # by renaming registers
+    rows = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    gl.store(codes_ptr + at_tile * (T * D) + (rows[:, None] * D + cols[None, :]), codes)
+    row = gl.arange(0, T, scale.type.layout)
+    gl.store(scales_ptr + at_tile + row * 0, scale, mask=row == 0)  # all rows share it
+
+
+@gluon.jit
+def _fold_values(x, codes_ptr, scale_ptr, plane, tile, n_tiles, length):
+    """A tile of V (T, Dv) -> E4M3 codes (Dv, T), keys permuted in groups of 16."""
+    T: gl.constexpr = x.shape[0]
+    DV: gl.constexpr = x.shape[1]
+    LAYOUT: gl.constexpr = x.type.layout
+    x = x.to(gl.float32)
+    if tile * T + T > length:
+        rows = tile * T + gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
+        x = gl.where((rows < length)[:, None], x, 0.0)
+    scale = gl.load(scale_ptr + plane * DV + gl.arange(0, DV, gl.SliceLayout(0, LAYOUT)))
+    codes = e4m3_code(gl.fma(x, 0.0, x * reciprocal(scale)[None, :]))  # Inf becomes NaN
+    codes = codes.reshape(T // 16, 2, 4, 2, DV).permute(4, 0, 2, 1, 3).reshape(DV, T)
+    rows = gl.arange(0, DV, gl.SliceLayout(1, codes.type.layout))
+    cols = gl.arange(0, T, gl.SliceLayout(0, codes.type.layout))
+    to = (plane.to(gl.int64) * DV + rows)[:, None] * (n_tiles * T) + (tile * T + cols)[None, :]
+    gl.store(codes_ptr + to, codes)
+
+
+@gluon.jit(do_not_specialize=["n_tiles", "planes", "H", "S"])
+def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_ptr, scales_ptr,
+                       v_codes_ptr, v_scale_ptr, n_tiles, planes, H, S, HIGH: gl.constexpr,
+                       LOW: gl.constexpr, Y_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr,
+                       V_LAYOUT: gl.constexpr):
+    T: gl.constexpr = k_desc.block_type.shape[2]
+    D: gl.constexpr = k_desc.block_type.shape[3]
+    matrix = gl.allocate_shared_memory(matrix_desc.dtype, [D, D], matrix_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)
+    v_smem = k_smem
+    if v_desc is not None:
+        v_smem = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(3):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    # Backwards: the statistics have left the last tiles in L2
+    index = _seek(planes * n_tiles - 1 - gl.program_id(0), n_tiles, H, S, length_ptr, T)
+    mbarrier.expect(bars.index(2), matrix_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(matrix_desc, [0, 0], bars.index(2), matrix)
+    _fetch(k_desc, k_smem, bars.index(0), index, n_tiles, H, T)
+    if v_desc is not None:
+        _fetch(v_desc, v_smem, bars.index(1), index, n_tiles, H, T)
+    mbarrier.wait(bars.index(2), 0)
+    phase = 0
+    while index >= 0:
+        plane, tile, length = _place(index, n_tiles, H, S, length_ptr)
+        index = _seek(index - gl.num_programs(0), n_tiles, H, S, length_ptr, T)
+        mbarrier.wait(bars.index(0), phase)
+        zero = gl.full([T, D], 0.0, gl.float32, Y_LAYOUT)
+        y = warpgroup_mma(k_smem.reshape((T, D)), matrix, zero, use_acc=False, is_async=True)
+        y = warpgroup_mma_wait(0, deps=[y])
+        gl.thread_barrier()
+        _fetch(k_desc, k_smem, bars.index(0), index, n_tiles, H, T)
+        y = y.reshape(T, D // 64, 8, 4, 2).permute(0, 1, 3, 2, 4).reshape(T, D)
+        _wait_for_kernel_before()
+        gain = gl.to_tensor(rotation_norm(D))
+        if mean_ptr is not None:
+            mean = gl.load(mean_ptr + plane * D + gl.arange(0, D, gl.SliceLayout(0, y.type.layout)))
+            y = gl.fma(y, gain, (mean * -1.0)[None, :])
+            gain = gl.to_tensor(1.0)
+        if tile * T + T > length:
+            rows = tile * T + gl.arange(0, T, gl.SliceLayout(1, y.type.layout))
+            y = gl.where((rows < length)[:, None], y, 0.0)
+        if HIGH is not None:
+            _fold_class(y, gain, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, HIGH,
+                        K_LAYOUT)
+        _fold_class(y, gain, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane, planes, tile,
+                    n_tiles, LOW, K_LAYOUT)
+        if v_desc is not None:
+            mbarrier.wait(bars.index(1), phase)
+            DV: gl.constexpr = v_desc.block_type.shape[3]
+            x = v_smem.reshape((T, DV)).load(V_LAYOUT)
+            gl.thread_barrier()
+            _fetch(v_desc, v_smem, bars.index(1), index, n_tiles, H, T)
+            _fold_values(x, v_codes_ptr, v_scale_ptr, plane, tile, n_tiles, length)
+        phase ^= 1
+    # Even programs without keys: what comes next takes both kernels as done when this one is
+    _wait_for_kernel_before()
