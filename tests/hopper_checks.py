@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from unittest import mock
 
-import pytest
 import torch
 
 from dma_attn import DMAConfig, dma_attention, explain
 from dma_attn.attention.dispatch import use_hopper
 from dma_attn.attention.kernels import hopper_call
-from dma_attn.device import device_info
 from dma_attn.testing import error_budget, quantised_oracle
-from tests.impls import ON_GPU
-
-needs_hopper = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not ON_GPU or device_info("cuda").capability != (9, 0),  # type: ignore[union-attr]
-        reason="needs compute capability 9.0",
-    ),
-]
 
 
 def attend(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dma_attn import DMAConfig, dma_attention
 from dma_attn.attention.dispatch import hopper_gap
+from dma_attn.device import device_info, hopper_runs
 from dma_attn.quant.rows import Rows
 from dma_attn.testing import assert_lse, assert_rel_l2, error_budget, quantised_oracle
 
@@ -31,6 +32,14 @@ each_impl = pytest.mark.parametrize("impl", IMPLS)
 def needs_gpu(test: T) -> T:
     """Mark a test `gpu`, and skip it where there is no CUDA device."""
     skip = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+    return pytest.mark.gpu(skip(test))
+
+
+def needs_hopper(test: T) -> T:
+    """Mark a test, or a class of them, `gpu`, and skip it where the Hopper kernels cannot run."""
+    info = device_info("cuda") if ON_GPU else None
+    skip = pytest.mark.skipif(info is None or not hopper_runs(info),
+                              reason="needs compute capability 9.0 and Triton 3.6")
     return pytest.mark.gpu(skip(test))
 
 

@@ -17,12 +17,12 @@ from dma_attn.attention.dispatch import hopper_gap, use_hopper
 from dma_attn.device import DeviceInfo, device_status, override_device
 from dma_attn.quant.rows import Rows
 from dma_attn.testing import error_budget, quantised_oracle, random_qkv
-from tests.impls import DEVICE
+from tests.impls import DEVICE, needs_hopper
 
 pytest.importorskip("triton")
 
 from tests.compiling import compile_only, device_tensor, hot_loops, machine_code
-from tests.hopper_checks import attend, check, needs_hopper
+from tests.hopper_checks import attend, check
 
 HOPPER = DeviceInfo("test Hopper", (9, 0), 232448, "3.6.0")
 CONFIGS = ["default", "default,pv=fp8", "hopper", "hopper,pv=fp16", "mxfp8,pv=fp8", "nvfp4",
@@ -179,10 +179,9 @@ def test_a_new_length_never_recompiles() -> None:
     assert len(seen) == len({name for name, _ in seen})
 
 
+@needs_hopper
 class TestOnHopper:
     """Against the oracle whose copies are folded into E4M3."""
-
-    pytestmark = needs_hopper
 
     @pytest.mark.parametrize("config", CONFIGS)
     @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import torch
 
 from dma_attn import DMAConfig, dma_attention
 from dma_attn.attention.dispatch import use_hopper
-from tests.impls import DEVICE
+from tests.impls import DEVICE, needs_hopper
 
 pytest.importorskip("triton")
 
 from dma_attn.attention.kernels import hopper_call
 from tests.compiling import compile_only, device_tensor, hot_loops, machine_code
-from tests.hopper_checks import attend, needs_hopper
+from tests.hopper_checks import attend
 
 CONFIGS = ["default", "nvfp4", "hopper,pv=fp16", "default,high=none"]
 
@@ -63,10 +63,9 @@ def test_others_take_one_launch(
 Results = list[tuple[torch.Tensor, torch.Tensor]]
 
 
+@needs_hopper
 class TestOnHopper:
     """Against the kernel that keeps running maxima."""
-
-    pytestmark = needs_hopper
 
     @pytest.fixture(autouse=True)
     def rooms(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:

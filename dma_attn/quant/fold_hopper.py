@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,11 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..schedule import TILE
 from .fold_jit import e4m3_code, fold, in_format, int8_codes, reciprocal
 from .fold_kernels import _wait_for_kernel_before
 from .jit import item, rotation_norm, scale_kind
+from .tma import descriptor
 
 
 @functools.cache
@@ -53,6 +56,12 @@ def layouts(head_dim: int, value_dim: int) -> dict[str, Any]:
             [TILE, value_dim],
         ),
     }
+
+
+@functools.cache
+def matrix_descriptor(matrix: torch.Tensor) -> TensorDescriptor:
+    """TMA of a rotation's matrix, which lives as long as the process."""
+    return descriptor(matrix, (matrix.shape[0], matrix.shape[1]))
 
 
 @gluon.jit

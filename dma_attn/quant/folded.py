@@ -20,7 +20,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..config import DMAConfig
-from ..device import fits_tma, interpreting, processor_count
+from ..device import device_info, fits_tma, hopper_runs, interpreting, processor_count
 from ..formats import BlockFormat
 from ..schedule import TILE, tile_count
 from .fold_kernels import combine_kernel, fold_kv_kernel, fold_q_kernel, statistics_kernel
@@ -131,15 +131,15 @@ def fold_kv(
         "maxnreg": 128,
         **(_DEPENDENT if mean is not None or fp8 else {}),
     }
-    if matrix is not None and not interpreting() and fits_tma(k) and (not fp8 or fits_tma(v)):
-        from .fold_hopper import fold_kv_tma_kernel, layouts
+    if matrix is not None and _feeds_by_tma(k) and (not fp8 or _feeds_by_tma(v)):
+        from .fold_hopper import fold_kv_tma_kernel, layouts, matrix_descriptor
         from .tma import descriptor
 
         programs = min(n_tiles * planes, FOLD_PROGRAMS * processor_count(k.device))
         fold_kv_tma_kernel[(programs,)](
             descriptor(k, (1, 1, TILE, head_dim)),
             descriptor(v, (1, 1, TILE, value_dim)) if fp8 else None,
-            descriptor(matrix, (head_dim, head_dim)),
+            matrix_descriptor(matrix),
             length,
             rotated,
             codes,
@@ -243,6 +243,12 @@ def fold_q(
         maxnreg=128,
     )
     return shift
+
+
+def _feeds_by_tma(x: torch.Tensor) -> bool:
+    """True when the kernel that TMA feeds can take x."""
+    info = None if interpreting() else device_info(x.device)
+    return info is not None and hopper_runs(info) and fits_tma(x)
 
 
 def _rows_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor | None:
