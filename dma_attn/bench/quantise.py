@@ -21,13 +21,15 @@ COPY = "device copy"
 
 @dataclass(frozen=True)
 class QuantRow:
-    """One measured pass over a length: bytes it must move, share of the copy's bandwidth."""
+    """One measured pass over a length: bytes it must move, share of the copy's bandwidth, and its
+    time in times of that copy."""
 
     length: int
     candidate: str
     timing: Timing
     bytes: int
     share: float
+    copies: float
 
     @property
     def gbytes_per_s(self) -> float:
@@ -130,7 +132,8 @@ def measure_fusion(
 def _rows(length: int, timings: dict[str, Timing], moved: dict[str, int]) -> list[QuantRow]:
     speed = {name: moved[name] / timing.ms for name, timing in timings.items()}
     return [
-        QuantRow(length, name, timing, moved[name], speed[name] / speed[COPY])
+        QuantRow(length, name, timing, moved[name], speed[name] / speed[COPY],
+                 timing.ms / timings[COPY].ms)
         for name, timing in timings.items()
     ]
 

@@ -15,7 +15,8 @@ PREFILL_COLUMNS = ("workload", "candidate", "kind", "ms", "spread_percent", "tfl
                    "clock_mhz", "host_us")
 CLAIM_COLUMNS = ("workload", "candidate", "kind", "against", "ratio", "must", "target", "holds")
 QUANT_CLAIM_COLUMNS = ("length", "aim", "ratio", "must", "holds")
-QUANT_COLUMNS = ("length", "candidate", "ms", "spread_percent", "gb_per_s", "share_of_copy")
+QUANT_COLUMNS = ("length", "candidate", "ms", "spread_percent", "gb_per_s", "share_of_copy",
+                 "time_in_copies")
 ERROR_COLUMNS = ("layer", "candidate", "error")
 COMPILE_COLUMNS = ("head_dim", "config", "seconds", "kernels_first_call", "kernels_all_calls")
 
@@ -44,7 +45,7 @@ def quant_cells(rows: Iterable[QuantRow]) -> list[list[str]]:
     """One line a measured pass, in the order of `QUANT_COLUMNS`."""
     return [
         [str(r.length), r.candidate, f"{r.timing.ms:.4f}", f"{100 * r.timing.spread:.1f}",
-         f"{r.gbytes_per_s:.0f}", f"{r.share:.3f}"]
+         f"{r.gbytes_per_s:.0f}", f"{r.share:.3f}", f"{r.copies:.2f}"]
         for r in rows
     ]
 
