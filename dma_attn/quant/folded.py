@@ -124,6 +124,8 @@ def fold_kv(
     codes = empty(classes, batch, heads, n_tiles * TILE, head_dim, dtype=torch.uint8)
     scales = empty(classes, batch, heads, n_tiles)
     v_codes = empty(batch, heads, value_dim, n_tiles * TILE, dtype=torch.uint8) if fp8 else None
+    results = codes, scales, v_codes, v_scale
+    sizes = n_tiles, planes, heads, size
     specs = {
         "HIGH": _class_spec(high, config.scale_rule),
         "LOW": _class_spec(low, config.scale_rule),
@@ -142,14 +144,8 @@ def fold_kv(
             matrix_descriptor(matrix),
             length,
             rotated,
-            codes,
-            scales,
-            v_codes,
-            v_scale,
-            n_tiles,
-            planes,
-            heads,
-            size,
+            *results,
+            *sizes,
             **layouts(head_dim, value_dim),
             **specs,
         )
@@ -160,14 +156,8 @@ def fold_kv(
             length,
             rotated,
             matrix,
-            codes,
-            scales,
-            v_codes,
-            v_scale,
-            n_tiles,
-            planes,
-            heads,
-            size,
+            *results,
+            *sizes,
             T=TILE,
             D=head_dim,
             DV=value_dim,
