@@ -34,24 +34,25 @@ from .tma import descriptor
 
 
 @functools.cache
-def layouts(head_dim: int, value_dim: int) -> dict[str, Any]:
-    """Registers of the product, of K's codes (keys, dims) and of V (keys, dims), for 8 warps."""
+def layouts(head_dim: int, value_dim: int, warps: int) -> dict[str, Any]:
+    """Registers of 4 or 8 warps: the product, K's codes (keys, dims) and V (keys, dims)."""
     halves = [[0, 64]] if head_dim == 128 else []
-    more = [[0, 8]] if value_dim == 128 else []
-    dim = value_dim // 8
+    keys = [[16, 0], [32, 0], [64, 0]]
+    each = value_dim // warps  # of V's channels, to a warp
+    channels = [[0, 1 << i] for i in range(value_dim.bit_length() - 1)]
     return {
-        "Y_LAYOUT": gl.NVMMADistributedLayout([3, 0], [8, 1], [16, head_dim, 16]),
+        "Y_LAYOUT": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, head_dim, 16]),
         "K_LAYOUT": gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [0, 8], *halves, [8, 0]],
+            [[0, 1], [0, 2], [0, 4], [0, 8], *halves, [8, 0], *keys[warps.bit_length() - 1 :]],
             [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0], [64, 0]],
+            keys[: warps.bit_length() - 1],
             [],
             [TILE, head_dim],
         ),
         "V_LAYOUT": gl.DistributedLinearLayout(
-            [[1, 0], [8, 0], [2, 0], [4, 0], [64, 0], *more],
-            [[16, 0], [32, 0], [0, 1], [0, 2], [0, 4]],
-            [[0, dim], [0, 2 * dim], [0, 4 * dim]],
+            [[1, 0], [8, 0], [2, 0], [4, 0], [64, 0], *(c for c in channels if 8 <= c[1] < each)],
+            [[16, 0], [32, 0], *channels[:3]],
+            [c for c in channels if c[1] >= each],
             [],
             [TILE, value_dim],
         ),
@@ -96,6 +97,14 @@ def _fetch(desc, smem, bar, index, n_tiles, H, T: gl.constexpr):
 
 
 @gluon.jit
+def _in_order(y):
+    """A product with the matrix, its columns in the order of the dims."""
+    T: gl.constexpr = y.shape[0]
+    D: gl.constexpr = y.shape[1]
+    return y.reshape(T, D // 64, 8, 4, 2).permute(0, 1, 3, 2, 4).reshape(T, D)
+
+
+@gluon.jit
 def _fold_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
                 CLASS: gl.constexpr, LAYOUT: gl.constexpr):
     """One class of a tile of rotated K, x (T, D)."""
@@ -118,7 +127,7 @@ def _fold_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
 
 
 @gluon.jit
-def _fold_values(x, codes_ptr, scale_ptr, plane, tile, n_tiles, length):
+def _fold_values(x, scale, codes_ptr, plane, tile, n_tiles, length):
     """A tile of V (T, Dv) -> E4M3 codes (Dv, T), keys permuted in groups of 16."""
     T: gl.constexpr = x.shape[0]
     DV: gl.constexpr = x.shape[1]
@@ -127,7 +136,6 @@ def _fold_values(x, codes_ptr, scale_ptr, plane, tile, n_tiles, length):
     if tile * T + T > length:
         rows = tile * T + gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
         x = gl.where((rows < length)[:, None], x, 0.0)
-    scale = gl.load(scale_ptr + plane * DV + gl.arange(0, DV, gl.SliceLayout(0, LAYOUT)))
     codes = e4m3_code(gl.fma(x, 0.0, x * reciprocal(scale)[None, :]))  # Inf becomes NaN
     codes = codes.reshape(T // 16, 2, 4, 2, DV).permute(4, 0, 2, 1, 3).reshape(DV, T)
     rows = gl.arange(0, DV, gl.SliceLayout(1, codes.type.layout))
@@ -164,17 +172,23 @@ def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_
     while index >= 0:
         plane, tile, length = _place(index, n_tiles, H, S, length_ptr)
         index = _seek(index - gl.num_programs(0), n_tiles, H, S, length_ptr, T)
-        mbarrier.wait(bars.index(0), phase)
+        # In flight while the tile is rotated: what K's mean and V's scales are
+        _wait_for_kernel_before()
         zero = gl.full([T, D], 0.0, gl.float32, Y_LAYOUT)
+        if mean_ptr is not None:
+            dims = gl.arange(0, D, gl.SliceLayout(0, _in_order(zero).type.layout))
+            mean = gl.load(mean_ptr + plane * D + dims)
+        if v_desc is not None:
+            v_scale = gl.load(v_scale_ptr + plane * V_LAYOUT.shape[1]
+                              + gl.arange(0, V_LAYOUT.shape[1], gl.SliceLayout(0, V_LAYOUT)))
+        mbarrier.wait(bars.index(0), phase)
         y = warpgroup_mma(k_smem.reshape((T, D)), matrix, zero, use_acc=False, is_async=True)
         y = warpgroup_mma_wait(0, deps=[y])
         gl.thread_barrier()
         _fetch(k_desc, k_smem, bars.index(0), index, n_tiles, H, T)
-        y = y.reshape(T, D // 64, 8, 4, 2).permute(0, 1, 3, 2, 4).reshape(T, D)
-        _wait_for_kernel_before()
+        y = _in_order(y)
         gain = gl.to_tensor(rotation_norm(D))
         if mean_ptr is not None:
-            mean = gl.load(mean_ptr + plane * D + gl.arange(0, D, gl.SliceLayout(0, y.type.layout)))
             y = gl.fma(y, gain, (mean * -1.0)[None, :])
             gain = gl.to_tensor(1.0)
         if tile * T + T > length:
@@ -191,7 +205,7 @@ def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_
             x = v_smem.reshape((T, DV)).load(V_LAYOUT)
             gl.thread_barrier()
             _fetch(v_desc, v_smem, bars.index(1), index, n_tiles, H, T)
-            _fold_values(x, v_codes_ptr, v_scale_ptr, plane, tile, n_tiles, length)
+            _fold_values(x, v_scale, v_codes_ptr, plane, tile, n_tiles, length)
         phase ^= 1
     # Even programs without keys: what comes next takes both kernels as done when this one is
     _wait_for_kernel_before()

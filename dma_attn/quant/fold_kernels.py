@@ -240,65 +240,73 @@ def statistics_kernel(k, v, length_ptr, partial_ptr, n_blocks, H, S, MEAN: tl.co
 
 
 @triton.jit
-def _finite_statistics(k, v, b, h, length, MEAN: tl.constexpr, AMAX: tl.constexpr,
-                       T: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
-    """Sums, counts (D,), largest magnitudes (DV,) of the finite values of all keys of a head."""
-    total = tl.zeros([T, D], tl.float32)
-    count = tl.zeros([T, D], tl.float32)
-    amax = tl.zeros([T, DV], tl.float32)
-    for begin in range(0, length, T):
-        rows = (begin + tl.arange(0, T)).to(tl.int64)
-        if MEAN:
-            x = _load_rows(k, b, h, _inside(rows, length), D).to(tl.float32)
-            finite = (rows < length)[:, None] & (tl.abs(x) < float("inf"))
-            total += tl.where(finite, x, 0.0)
-            count += tl.where(finite, 1.0, 0.0)
-        if AMAX:
-            x = tl.abs(_load_rows(v, b, h, _inside(rows, length), DV).to(tl.float32))
-            amax = tl.maximum(amax, tl.where(x < float("inf"), x, 0.0))
-    return tl.sum(total, 0), tl.sum(count, 0), tl.max(amax, 0)
+def _combined(partial_ptr, plane, n_blocks, used, COLUMN: tl.constexpr, WIDTH: tl.constexpr,
+              D: tl.constexpr, CHUNK: tl.constexpr, LARGEST: tl.constexpr):
+    """Sums, or maxima, over the first `used` of the partial results of a plane."""
+    offs_d = tl.arange(0, D)
+    total = tl.zeros([CHUNK, D], tl.float32)
+    for c in range(0, used, CHUNK):
+        block = c + tl.arange(0, CHUNK)
+        at = (plane * n_blocks + block)[:, None] * WIDTH + COLUMN + offs_d[None, :]
+        x = tl.load(partial_ptr + at, mask=(block < used)[:, None], other=0.0)
+        total = tl.maximum(total, x) if LARGEST else total + x
+    return tl.max(total, 0) if LARGEST else tl.sum(total, 0)
+
+
+@triton.jit
+def _finite(x, b, h, begin, length, T: tl.constexpr, D: tl.constexpr):
+    """Rows from begin on, fp32 (T, D), zeros where they are not finite; and where they are."""
+    rows = (begin + tl.arange(0, T)).to(tl.int64)
+    values = _load_rows(x, b, h, _inside(rows, length), D).to(tl.float32)
+    finite = (rows < length)[:, None] & (tl.abs(values) < float("inf"))
+    return tl.where(finite, values, 0.0), finite
 
 
 @triton.jit(do_not_specialize=["n_blocks", "H", "S"])
 def combine_kernel(k, v, partial_ptr, length_ptr, hadamard_ptr, mean_ptr, rotated_ptr, v_scale_ptr,
-                   n_blocks, H, S, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
-    """Per channel of a head: mean of K over finite values, as it is and rotated, E4M3 scale of V.
+                   n_blocks, H, S, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+                   PARTS: tl.constexpr):
+    """Per channel of a head: mean of finite K, as it is and rotated, or the E4M3 scale of V.
 
-    The order of the sum depends neither on timing nor on unused keys beyond the length.
+    One program for each of the two (PARTS). Where a sum or a maximum is not finite, it reads its
+    head again, value by value. The order of sums depends neither on timing nor on unused keys.
     """
     _start_kernel_after()
-    plane = tl.program_id(0).to(tl.int64)
-    _, length = sequence(plane // H, None, length_ptr, S, S)
+    plane = (tl.program_id(0) // PARTS).to(tl.int64)
+    b, h = plane // H, plane % H
+    _, length = sequence(b, None, length_ptr, S, S)
     used = tl.cdiv(length, ROWS)
-    CHUNK: tl.constexpr = 32
-    offs_d = tl.arange(0, D)
-    offs_v = tl.arange(0, DV)
-    ROTATED: tl.constexpr = mean_ptr is not None and hadamard_ptr is not None
-    if ROTATED:  # in flight beside the partial results
-        signs = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
+    CHUNK: tl.constexpr = 128
+    FEW: tl.constexpr = 32
     _wait_for_kernel_before()
-    total = tl.zeros([CHUNK, D], tl.float32)
-    amax = tl.zeros([CHUNK, DV], tl.float32)
-    for c in range(0, used, CHUNK):
-        block = c + tl.arange(0, CHUNK)
-        mask = (block < used)[:, None]
-        row = partial_ptr + (plane * n_blocks + block)[:, None] * (D + DV)
-        total += tl.load(row + offs_d[None, :], mask=mask, other=0.0)
-        amax = tl.maximum(amax, tl.load(row + D + offs_v[None, :], mask=mask, other=0.0))
-    sums, maxima = _column_statistics(total, amax)
-    counts = tl.zeros([D], tl.float32) + length
-    # Inf or NaN: 0 times that is NaN (NaN in V is no maximum)
-    if ~(tl.sum(sums * 0.0, 0) + tl.sum(maxima * 0.0, 0) == 0.0):
-        sums, counts, maxima = _finite_statistics(k, v, plane // H, plane % H, length,
-                                                  mean_ptr is not None, v_scale_ptr is not None,
-                                                  CHUNK, D, DV)
-    if mean_ptr is not None:
+    if mean_ptr is not None and tl.program_id(0) % PARTS == 0:
+        offs_d = tl.arange(0, D)
+        if hadamard_ptr is not None:  # in flight beside the partial results
+            signs = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
+        sums = _combined(partial_ptr, plane, n_blocks, used, 0, D + DV, D, CHUNK, False)
+        counts = tl.zeros([D], tl.float32) + length
+        if ~(tl.sum(sums * 0.0, 0) == 0.0):  # 0 times Inf or NaN is NaN
+            total = tl.zeros([FEW, D], tl.float32)
+            count = tl.zeros([FEW, D], tl.float32)
+            for begin in range(0, length, FEW):
+                x, finite = _finite(k, b, h, begin, length, FEW, D)
+                total += x
+                count += tl.where(finite, 1.0, 0.0)
+            sums, counts = tl.sum(total, 0), tl.sum(count, 0)
         mean = tl.div_rn(sums, tl.maximum(counts, 1.0))
         tl.store(mean_ptr + plane * D + offs_d, mean)
-        if ROTATED:
+        if hadamard_ptr is not None:
             rotated = tl.sum(mean[:, None] * signs.to(tl.float32), 0)
             dims = (offs_d & -64) + (offs_d & 6) * 8 + ((offs_d >> 2) & 14) + (offs_d & 1)
             tl.store(rotated_ptr + plane * D + dims, rotated * rotation_norm(D))
-    if v_scale_ptr is not None:
+    elif v_scale_ptr is not None:
+        maxima = _combined(partial_ptr, plane, n_blocks, used, D, D + DV, DV, CHUNK, True)
+        if ~(tl.sum(maxima * 0.0, 0) == 0.0):  # NaN in V is no maximum, Inf is one
+            largest = tl.zeros([FEW, DV], tl.float32)
+            for begin in range(0, length, FEW):
+                x, finite = _finite(v, b, h, begin, length, FEW, DV)
+                largest = tl.maximum(largest, tl.abs(x))
+            maxima = tl.max(largest, 0)
         scale = maxima / constant("E4M3_MAX")
-        tl.store(v_scale_ptr + plane * DV + offs_v, tl.where(scale < 2.0**-100, 1.0, scale))
+        tl.store(v_scale_ptr + plane * DV + tl.arange(0, DV),
+                 tl.where(scale < 2.0**-100, 1.0, scale))
