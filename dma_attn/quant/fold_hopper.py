@@ -118,7 +118,7 @@ def _fold_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
                                                   False, T, D)
         codes, scale = fold(elements, scale, largest, bad, False, T, D)
     at_tile = (c * planes + plane).to(gl.int64) * n_tiles + tile
-    codes = gl.convert_layout(codes.to(gl.uint8, bitcast=True), LAYOUT)  # by renaming registers
+    codes = gl.convert_layout(codes.to(gl.uint8, bitcast=True), LAYOUT, assert_trivial=True)
     rows = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     gl.store(codes_ptr + at_tile * (T * D) + (rows[:, None] * D + cols[None, :]), codes)
