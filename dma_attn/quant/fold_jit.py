@@ -98,8 +98,7 @@ def _to_element(x, gain, FORMAT: tl.constexpr):
 @triton.jit
 def _candidate(x, top, gain, scale, FORMAT: tl.constexpr):
     """Values x (T, N, BLOCK) and the largest magnitudes top (T, N), to be multiplied by gain (T, N)
-    to be in units of scale (T, N): elements, the scales, squared errors (T, N), and the largest
-    magnitudes of elements (T, N).
+    to be in units of scale (T, N): elements, the scales, squared errors (T, N); top and gain.
 
     Products and what is added to them are fused here, not by the compiler, which chooses by
     variant: the same values must give the same codes in all of them. (The squares are left to it:
@@ -107,18 +106,17 @@ def _candidate(x, top, gain, scale, FORMAT: tl.constexpr):
     """
     elements = _to_element(x, gain[:, :, None], FORMAT)
     diff = tl.fma(x, (gain * -1.0)[:, :, None], elements)
-    return (elements, scale, tl.sum(diff * diff, 2) * (scale * scale),
-            tl.abs(_to_element(top, gain, FORMAT)))
+    return elements, scale, tl.sum(diff * diff, 2) * (scale * scale), top, gain
 
 
 @triton.jit
 def _better(first, second):
-    """Elements, scales, largest magnitudes of the candidate with the smaller error; ties: first."""
-    elements, scale, error, largest = first
-    elements_1, scale_1, error_1, largest_1 = second
+    """The candidate with the smaller error; ties: the first."""
+    elements, scale, error, top, gain = first
+    elements_1, scale_1, error_1, top_1, gain_1 = second
     better = error_1 < error
     return (tl.where(better[:, :, None], elements_1, elements), tl.where(better, scale_1, scale),
-            tl.where(better, largest_1, largest))
+            error, tl.where(better, top_1, top), tl.where(better, gain_1, gain))
 
 
 @triton.jit
@@ -137,12 +135,11 @@ def _mx_candidate(x, amax, gain, exponent, FORMAT: tl.constexpr):
 def _mx_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr):
     bits = (amax * tl.abs(gain)).to(tl.int32, bitcast=True)
     exponent = mx_exponent(bits, FORMAT, RULE)
-    first = _mx_candidate(x, amax, gain, exponent, FORMAT)
-    elements, scale, _, largest = first
+    chosen = _mx_candidate(x, amax, gain, exponent, FORMAT)
     if RULE == "mse":
-        second = _mx_candidate(x, amax, gain, exponent + 1, FORMAT)
-        elements, scale, largest = _better(first, second)
-    return elements, scale, largest * scale
+        chosen = _better(chosen, _mx_candidate(x, amax, gain, exponent + 1, FORMAT))
+    elements, scale, _, top, gain = chosen
+    return elements, scale, tl.abs(_to_element(top, gain, FORMAT)) * scale
 
 
 @triton.jit
@@ -188,15 +185,15 @@ def _nvfp4_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN:
     factor = tl.where(factor < 2.0**-100, 1.0, factor)
     gain = (reciprocal(factor) * gain)[:, None]
     factor = factor[:, None]
-    first = _nvfp4_candidate(x, amax, gain, factor, constant("E2M1_MAX"), FORMAT, EXACT)
-    elements, scale, _, largest = first
+    chosen = _nvfp4_candidate(x, amax, gain, factor, constant("E2M1_MAX"), FORMAT, EXACT)
     if RULE == "mse":
         second = _nvfp4_candidate(x, amax, gain, factor, constant("NVFP4_SECOND_TARGET"), FORMAT,
                                   EXACT)
-        elements, scale, largest = _better(first, second)
+        chosen = _better(chosen, second)
+    elements, scale, _, top, gain = chosen
     if not EXACT:
         scale *= factor
-    return elements, scale, largest * scale
+    return elements, scale, tl.abs(_to_element(top, gain, FORMAT)) * scale
 
 
 @triton.jit
