@@ -127,16 +127,25 @@ def _fold_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
 
 
 @gluon.jit
+def _infinite_to_nan(x):
+    """x * 0 + x of 16-bit values, two at a time: NaN where x is Inf or NaN, else x."""
+    TYPE: gl.constexpr = "bf16x2" if x.dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "{\n.reg .b32 zero;\nmov.b32 zero, 0;\nfma.rn." + TYPE + " $0, $1, zero, $1;\n}", "=r,r",
+        [x], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
 def _fold_values(x, scale, codes_ptr, plane, tile, n_tiles, length):
     """A tile of V (T, Dv) -> E4M3 codes (Dv, T), keys permuted in groups of 16."""
     T: gl.constexpr = x.shape[0]
     DV: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = x.type.layout
-    x = x.to(gl.float32)
+    x = _infinite_to_nan(x).to(gl.float32)
     if tile * T + T > length:
         rows = tile * T + gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
         x = gl.where((rows < length)[:, None], x, 0.0)
-    codes = e4m3_code(gl.fma(x, 0.0, x * reciprocal(scale)[None, :]))  # Inf becomes NaN
+    codes = e4m3_code(x * reciprocal(scale)[None, :])
     codes = codes.reshape(T // 16, 2, 4, 2, DV).permute(4, 0, 2, 1, 3).reshape(DV, T)
     rows = gl.arange(0, DV, gl.SliceLayout(1, codes.type.layout))
     cols = gl.arange(0, T, gl.SliceLayout(0, codes.type.layout))
