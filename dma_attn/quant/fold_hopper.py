@@ -66,34 +66,41 @@ def matrix_descriptor(matrix: torch.Tensor) -> TensorDescriptor:
 
 
 @gluon.jit
-def _place(index, n_tiles, H, S, length_ptr):
-    """Plane and tile of an item, of the first one below 0, and keys of its row."""
-    index = gl.maximum(index, 0)
+def _split(index, n_tiles, H):
+    """Batch row, head and tile of an index over all tiles."""
     plane = index // n_tiles
+    return plane // H, plane % H, index % n_tiles
+
+
+@gluon.jit
+def _before(b, h, tile, back, n_tiles, H):
+    """The tile that lies `back`, a `_split`, before: without divisions. b < 0 when none does."""
+    back_b, back_h, back_tile = back
+    tile -= back_tile
+    borrow = (tile < 0).to(gl.int32)
+    tile += borrow * n_tiles
+    h -= back_h + borrow
+    borrow = (h < 0).to(gl.int32)
+    return b - back_b - borrow, h + borrow * H, tile
+
+
+@gluon.jit
+def _seek(b, h, tile, back, n_tiles, H, S, length_ptr, T: gl.constexpr):
+    """This tile, or the next one of this program that holds keys, and the keys of its row."""
     length = S
     if length_ptr is not None:
-        length = gl.minimum(gl.maximum(gl.load(length_ptr + plane // H), 0), S)
-    return plane, index % n_tiles, length
+        length = gl.minimum(gl.maximum(gl.load(length_ptr + gl.maximum(b, 0)), 0), S)
+        while (b >= 0) & (tile * T >= length):
+            b, h, tile = _before(b, h, tile, back, n_tiles, H)
+            length = gl.minimum(gl.maximum(gl.load(length_ptr + gl.maximum(b, 0)), 0), S)
+    return b, h, tile, length
 
 
 @gluon.jit
-def _seek(index, n_tiles, H, S, length_ptr, T: gl.constexpr):
-    """This item, or the next one of this program that holds keys; below 0 when none is left."""
-    if length_ptr is not None:
-        _, tile, length = _place(index, n_tiles, H, S, length_ptr)
-        while (index >= 0) & (tile * T >= length):
-            index -= gl.num_programs(0)
-            _, tile, length = _place(index, n_tiles, H, S, length_ptr)
-    return index
-
-
-@gluon.jit
-def _fetch(desc, smem, bar, index, n_tiles, H, T: gl.constexpr):
-    if index >= 0:
-        plane = index // n_tiles
+def _fetch(desc, smem, bar, b, h, tile, T: gl.constexpr):
+    if b >= 0:
         mbarrier.expect(bar, desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc, [plane // H, plane % H, index % n_tiles * T, 0], bar,
-                                        smem)
+        tma.async_copy_global_to_shared(desc, [b, h, tile * T, 0], bar, smem)
 
 
 @gluon.jit
@@ -127,12 +134,18 @@ def _fold_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
 
 
 @gluon.jit
-def _infinite_to_nan(x):
-    """x * 0 + x of 16-bit values, two at a time: NaN where x is Inf or NaN, else x."""
-    TYPE: gl.constexpr = "bf16x2" if x.dtype == gl.bfloat16 else "f16x2"
+def _finite(x):
+    """16-bit x in fp32, Inf as NaN: x * 0 + x, two at a time."""
+    if x.dtype == gl.bfloat16:
+        FORM: gl.constexpr = "bf16x2"
+        UNPACK: gl.constexpr = "shl.b32 $0, y, 16;\nand.b32 $1, y, 0xffff0000;\n}"
+    else:
+        FORM: gl.constexpr = "f16x2"
+        UNPACK: gl.constexpr = (".reg .b16 lo, hi;\nmov.b32 {lo, hi}, y;\n"
+                                "cvt.f32.f16 $0, lo;\ncvt.f32.f16 $1, hi;\n}")
     return gl.inline_asm_elementwise(
-        "{\n.reg .b32 zero;\nmov.b32 zero, 0;\nfma.rn." + TYPE + " $0, $1, zero, $1;\n}", "=r,r",
-        [x], dtype=x.dtype, is_pure=True, pack=2)
+        "{\n.reg .b32 y, zero;\nmov.b32 zero, 0;\nfma.rn." + FORM + " y, $2, zero, $2;\n" + UNPACK,
+        "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -141,7 +154,7 @@ def _fold_values(x, scale, codes_ptr, plane, tile, n_tiles, length):
     T: gl.constexpr = x.shape[0]
     DV: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = x.type.layout
-    x = _infinite_to_nan(x).to(gl.float32)
+    x = _finite(x)
     if tile * T + T > length:
         rows = tile * T + gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
         x = gl.where((rows < length)[:, None], x, 0.0)
@@ -170,17 +183,21 @@ def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     # Backwards: the statistics have left the last tiles in L2
-    index = _seek(planes * n_tiles - 1 - gl.program_id(0), n_tiles, H, S, length_ptr, T)
+    back = _split(gl.num_programs(0), n_tiles, H)
+    b, h, tile = _split(planes * n_tiles - 1 - gl.program_id(0), n_tiles, H)
+    b, h, tile, length = _seek(b, h, tile, back, n_tiles, H, S, length_ptr, T)
     mbarrier.expect(bars.index(2), matrix_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(matrix_desc, [0, 0], bars.index(2), matrix)
-    _fetch(k_desc, k_smem, bars.index(0), index, n_tiles, H, T)
+    _fetch(k_desc, k_smem, bars.index(0), b, h, tile, T)
     if v_desc is not None:
-        _fetch(v_desc, v_smem, bars.index(1), index, n_tiles, H, T)
+        _fetch(v_desc, v_smem, bars.index(1), b, h, tile, T)
     mbarrier.wait(bars.index(2), 0)
     phase = 0
-    while index >= 0:
-        plane, tile, length = _place(index, n_tiles, H, S, length_ptr)
-        index = _seek(index - gl.num_programs(0), n_tiles, H, S, length_ptr, T)
+    while b >= 0:
+        plane = b * H + h
+        next_b, next_h, next_tile = _before(b, h, tile, back, n_tiles, H)
+        next_b, next_h, next_tile, next_length = _seek(next_b, next_h, next_tile, back, n_tiles, H,
+                                                       S, length_ptr, T)
         # In flight while the tile is rotated: what K's mean and V's scales are
         _wait_for_kernel_before()
         zero = gl.full([T, D], 0.0, gl.float32, Y_LAYOUT)
@@ -194,7 +211,7 @@ def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_
         y = warpgroup_mma(k_smem.reshape((T, D)), matrix, zero, use_acc=False, is_async=True)
         y = warpgroup_mma_wait(0, deps=[y])
         gl.thread_barrier()
-        _fetch(k_desc, k_smem, bars.index(0), index, n_tiles, H, T)
+        _fetch(k_desc, k_smem, bars.index(0), next_b, next_h, next_tile, T)
         y = _in_order(y)
         gain = gl.to_tensor(rotation_norm(D))
         if mean_ptr is not None:
@@ -213,8 +230,9 @@ def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_
             DV: gl.constexpr = v_desc.block_type.shape[3]
             x = v_smem.reshape((T, DV)).load(V_LAYOUT)
             gl.thread_barrier()
-            _fetch(v_desc, v_smem, bars.index(1), index, n_tiles, H, T)
+            _fetch(v_desc, v_smem, bars.index(1), next_b, next_h, next_tile, T)
             _fold_values(x, v_scale, v_codes_ptr, plane, tile, n_tiles, length)
+        b, h, tile, length = next_b, next_h, next_tile, next_length
         phase ^= 1
     # Even programs without keys: what comes next takes both kernels as done when this one is
     _wait_for_kernel_before()
