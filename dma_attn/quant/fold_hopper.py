@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..schedule import TILE
-from .fold_jit import e4m3_code, fold, in_format, int8_codes, reciprocal
+from .fold_jit import e4m3_code, fold, in_format, int8_codes, reciprocal, tile_max
 from .fold_kernels import _wait_for_kernel_before
 from .jit import item, rotation_norm, scale_kind
 from .tma import descriptor
@@ -112,25 +112,26 @@ def _in_order(y):
 
 
 @gluon.jit
-def _fold_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
+def _fold_class(x, gain, top, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
                 CLASS: gl.constexpr, LAYOUT: gl.constexpr):
     """One class of a tile of rotated K, x (T, D)."""
     T: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     FORMAT: gl.constexpr = item(CLASS, 0)
+    at_tile = (c * planes + plane).to(gl.int64) * n_tiles + tile
     if scale_kind(FORMAT) == "fp32":
         codes, scale = int8_codes(x, gain, item(CLASS, 2), False)
+        row = gl.arange(0, T, scale.type.layout)
+        gl.store(scales_ptr + at_tile + row * 0, scale, mask=row == 0)  # all rows share it
     else:
-        elements, scale, largest, bad = in_format(x, gain, FORMAT, item(CLASS, 1), item(CLASS, 2),
-                                                  False, T, D)
-        codes, scale = fold(elements, scale, largest, bad, False, T, D)
-    at_tile = (c * planes + plane).to(gl.int64) * n_tiles + tile
+        elements, scale, bad, largest = in_format(x, gain, top, FORMAT, item(CLASS, 1),
+                                                  item(CLASS, 2), False, T, D)
+        codes, scale = fold(elements, scale, bad, largest, False, T, D)
+        gl.store(scales_ptr + at_tile, scale)
     codes = gl.convert_layout(codes.to(gl.uint8, bitcast=True), LAYOUT, assert_trivial=True)
     rows = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     gl.store(codes_ptr + at_tile * (T * D) + (rows[:, None] * D + cols[None, :]), codes)
-    row = gl.arange(0, T, scale.type.layout)
-    gl.store(scales_ptr + at_tile + row * 0, scale, mask=row == 0)  # all rows share it
 
 
 @gluon.jit
@@ -220,11 +221,12 @@ def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_
         if tile * T + T > length:
             rows = tile * T + gl.arange(0, T, gl.SliceLayout(1, y.type.layout))
             y = gl.where((rows < length)[:, None], y, 0.0)
+        top = tile_max(y)
         if HIGH is not None:
-            _fold_class(y, gain, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, HIGH,
-                        K_LAYOUT)
-        _fold_class(y, gain, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane, planes, tile,
-                    n_tiles, LOW, K_LAYOUT)
+            _fold_class(y, gain, top, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
+                        HIGH, K_LAYOUT)
+        _fold_class(y, gain, top, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane,
+                    planes, tile, n_tiles, LOW, K_LAYOUT)
         if v_desc is not None:
             mbarrier.wait(bars.index(1), phase)
             DV: gl.constexpr = v_desc.block_type.shape[3]

@@ -190,20 +190,28 @@ def _nvfp4_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN:
         second = _nvfp4_candidate(x, amax, gain, factor, constant("NVFP4_SECOND_TARGET"), FORMAT,
                                   EXACT)
         chosen = _better(chosen, second)
-    elements, scale, _, top, gain = chosen
+    elements, scale, _, _, _ = chosen
     if not EXACT:
         scale *= factor
-    return elements, scale, tl.abs(_to_element(top, gain, FORMAT)) * scale
+    return elements, scale
 
 
 @triton.jit
-def in_format(x, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr,
+def tile_max(x):
+    """Largest magnitude among the rows of x (T, D) without NaN or Inf."""
+    rows = max_abs(x, 1)
+    return tl.max(tl.where(rows < float("inf"), rows, 0.0), 0)
+
+
+@triton.jit
+def in_format(x, gain, top, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.constexpr,
               EXACT: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
     """What gain * x, x (T, D) fp32, becomes in a block-scaled format.
 
-    Elements (T, N, BLOCK), their scales (T, N), the largest magnitudes of blocks (T, N), and rows
-    (T,) that hold NaN or Inf, whose elements mean nothing. With EXACT, where gain is 1 or -1,
-    divisions as in `quant.encode`.
+    Elements (T, N, BLOCK), their scales (T, N), rows (T,) that hold NaN or Inf, whose elements mean
+    nothing, and the largest magnitude, or a bound of it, of all other rows, given top, their
+    `tile_max`; of each row (T,) where top is None. With EXACT, where gain is 1 or -1, divisions as
+    in `quant.encode`.
     """
     BLOCK: tl.constexpr = block(FORMAT, D)
     blocks = x.reshape(T, D // BLOCK, BLOCK)
@@ -212,13 +220,18 @@ def in_format(x, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.conste
     amax = tl.where(amax < float("inf"), amax, 0.0)
     if FORMAT == "mxfp8" and RULE == "rceil":
         # A power of two that clips nothing: folding rounds the same mantissas, once
-        elements, scale, largest = blocks, amax * 0.0 + gain, amax * tl.abs(gain)
+        elements, scale = blocks, amax * 0.0 + gain
+        largest = (tl.max(amax, 1) if top is None else top) * tl.abs(gain)
     elif scale_kind(FORMAT) == "e8m0":
-        elements, scale, largest = _mx_blocks(blocks, amax, gain, FORMAT, RULE)
+        elements, scale, tops = _mx_blocks(blocks, amax, gain, FORMAT, RULE)
+        largest = tl.where(bad, 0.0, tl.max(tops, 1))
+        if top is not None:
+            largest = tl.max(largest, 0)
     else:
-        elements, scale, largest = _nvfp4_blocks(blocks, amax, gain, FORMAT, RULE, SPAN,
-                                                 EXACT)
-    return elements, scale, largest, bad
+        elements, scale = _nvfp4_blocks(blocks, amax, gain, FORMAT, RULE, SPAN, EXACT)
+        largest = (tl.max(amax, 1) if top is None else top) * (
+            tl.abs(gain) * constant("NVFP4_OVERSHOOT"))
+    return elements, scale, bad, largest
 
 
 @triton.jit
@@ -244,17 +257,14 @@ def int8_codes(x, gain, SPAN: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def fold(elements, scale, largest, bad, BY_ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
-    """What `in_format` returned -> E4M3 codes (T, D) and powers of two (T,) that they multiply.
+def fold(elements, scale, bad, largest, BY_ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr):
+    """What `in_format` returned -> E4M3 codes (T, D) and the power of two, or with BY_ROW those of
+    the rows (T,), that they multiply.
 
-    The power is the smallest with which the largest of a row, or of the tile's rows without NaN,
-    fits; 1 for zeros, and within 2^-100 and 2^100. NaN goes to the power of a row (BY_ROW), else to
-    the row's codes.
+    The power is the smallest with which the largest magnitude fits; 1 for zeros, and within 2^-100
+    and 2^100. NaN goes to the power of a row (BY_ROW), else to the row's codes.
     """
-    amax = tl.where(bad, 0.0, tl.max(largest, 1))
-    if not BY_ROW:
-        amax = tl.maximum(amax, tl.max(amax, 0))
-    amax = amax.to(tl.int32, bitcast=True)
+    amax = (tl.where(bad, 0.0, largest) if BY_ROW else largest).to(tl.int32, bitcast=True)
     exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > mantissa_of_max("mxfp8")).to(tl.int32)
     exponent = tl.where(amax == 0, 127, tl.minimum(tl.maximum(exponent, 27), 227))
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)

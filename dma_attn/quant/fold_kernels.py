@@ -9,22 +9,24 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .fold_jit import INTERPRETED, e4m3_code, fold, in_format, int8_codes, reciprocal
+from .fold_jit import INTERPRETED, e4m3_code, fold, in_format, int8_codes, reciprocal, tile_max
 from .jit import constant, item, rotation_norm, scale_kind, sequence
 from .kernels import common, program_ids
 
 
 @triton.jit
-def _store_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T: tl.constexpr,
-                 D: tl.constexpr, CLASS: tl.constexpr, EXACT: tl.constexpr, BY_ROW: tl.constexpr):
+def _store_class(x, gain, top, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
+                 T: tl.constexpr, D: tl.constexpr, CLASS: tl.constexpr, EXACT: tl.constexpr, BY_ROW: tl.constexpr):
     FORMAT: tl.constexpr = item(CLASS, 0)
     RULE: tl.constexpr = item(CLASS, 1)
     SPAN: tl.constexpr = item(CLASS, 2)
     if scale_kind(FORMAT) == "fp32":
         codes, scale = int8_codes(x, gain, SPAN, EXACT)
+        if not BY_ROW:
+            scale = common(scale)
     else:
-        elements, scale, largest, bad = in_format(x, gain, FORMAT, RULE, SPAN, EXACT, T, D)
-        codes, scale = fold(elements, scale, largest, bad, BY_ROW, T, D)
+        elements, scale, bad, largest = in_format(x, gain, top, FORMAT, RULE, SPAN, EXACT, T, D)
+        codes, scale = fold(elements, scale, bad, largest, BY_ROW, T, D)
     at_tile = (c * planes + plane) * n_tiles + tile
     rows = at_tile * T + tl.arange(0, T)
     tl.store(codes_ptr + rows[:, None] * D + tl.arange(0, D)[None, :],
@@ -32,7 +34,7 @@ def _store_class(x, gain, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles
     if BY_ROW:
         tl.store(scales_ptr + rows, scale)
     else:
-        tl.store(scales_ptr + at_tile, common(scale))
+        tl.store(scales_ptr + at_tile, scale)
 
 
 @triton.jit
@@ -123,11 +125,12 @@ def _fold_rows(raw, mask_t, mean_ptr, sign, matrix, codes_ptr, scales_ptr, plane
         gain = tl.zeros([], tl.float32) + 1.0
     if not QUERY:
         y = tl.where(mask_t[:, None], y, 0.0)
+    top = None if QUERY else tile_max(y)
     if HIGH is not None:
-        _store_class(y, gain, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T, D, HIGH,
-                     matrix is None, QUERY)
-    _store_class(y, gain, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane, planes, tile,
-                 n_tiles, T, D, LOW, matrix is None, QUERY)
+        _store_class(y, gain, top, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T, D,
+                     HIGH, matrix is None, QUERY)
+    _store_class(y, gain, top, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane, planes,
+                 tile, n_tiles, T, D, LOW, matrix is None, QUERY)
 
 
 @triton.jit
