@@ -97,10 +97,18 @@ def _seek(b, h, tile, back, n_tiles, H, S, length_ptr, T: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(desc, smem, bar, b, h, tile, T: gl.constexpr):
-    if b >= 0:
-        mbarrier.expect(bar, desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc, [b, h, tile * T, 0], bar, smem)
+def _barrier():
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    return bar
+
+
+@gluon.jit
+def _fetch(desc, smem, bar, b, h, tile):
+    """A tile to shared memory. `bar` completes when its bytes have come and `expect` was told how
+    many, in either order."""
+    rows: gl.constexpr = desc.block_type.shape[2]
+    tma.async_copy_global_to_shared(desc, [b, h, tile * rows, 0], bar, smem, pred=b >= 0)
 
 
 @gluon.jit
@@ -179,20 +187,18 @@ def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_
     v_smem = k_smem
     if v_desc is not None:
         v_smem = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(3):
-        mbarrier.init(bars.index(i), count=1)
+    # Apart, and told what to expect where the threads meet anyway: else the compiler adds meetings
+    k_bar, v_bar = _barrier(), _barrier()
     fence_async_shared()
     # Backwards: the statistics have left the last tiles in L2
     back = _split(gl.num_programs(0), n_tiles, H)
     b, h, tile = _split(planes * n_tiles - 1 - gl.program_id(0), n_tiles, H)
     b, h, tile, length = _seek(b, h, tile, back, n_tiles, H, S, length_ptr, T)
-    mbarrier.expect(bars.index(2), matrix_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(matrix_desc, [0, 0], bars.index(2), matrix)
-    _fetch(k_desc, k_smem, bars.index(0), b, h, tile, T)
+    mbarrier.expect(k_bar, k_desc.block_type.nbytes + matrix_desc.block_type.nbytes, pred=b >= 0)
+    tma.async_copy_global_to_shared(matrix_desc, [0, 0], k_bar, matrix, pred=b >= 0)
+    _fetch(k_desc, k_smem, k_bar, b, h, tile)
     if v_desc is not None:
-        _fetch(v_desc, v_smem, bars.index(1), b, h, tile, T)
-    mbarrier.wait(bars.index(2), 0)
+        _fetch(v_desc, v_smem, v_bar, b, h, tile)
     phase = 0
     while b >= 0:
         plane = b * H + h
@@ -208,11 +214,13 @@ def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_
         if v_desc is not None:
             v_scale = gl.load(v_scale_ptr + plane * V_LAYOUT.shape[1]
                               + gl.arange(0, V_LAYOUT.shape[1], gl.SliceLayout(0, V_LAYOUT)))
-        mbarrier.wait(bars.index(0), phase)
+        mbarrier.wait(k_bar, phase)
         y = warpgroup_mma(k_smem.reshape((T, D)), matrix, zero, use_acc=False, is_async=True)
         y = warpgroup_mma_wait(0, deps=[y])
         gl.thread_barrier()
-        _fetch(k_desc, k_smem, bars.index(0), next_b, next_h, next_tile, T)
+        _fetch(k_desc, k_smem, k_bar, next_b, next_h, next_tile)
+        if v_desc is not None:
+            mbarrier.expect(v_bar, v_desc.block_type.nbytes)
         y = _in_order(y)
         gain = gl.to_tensor(rotation_norm(D))
         if mean_ptr is not None:
@@ -221,18 +229,19 @@ def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_
         if tile * T + T > length:
             rows = tile * T + gl.arange(0, T, gl.SliceLayout(1, y.type.layout))
             y = gl.where((rows < length)[:, None], y, 0.0)
-        top = tile_max(y)
+        top = tile_max(y, T, D)
         if HIGH is not None:
             _fold_class(y, gain, top, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
                         HIGH, K_LAYOUT)
         _fold_class(y, gain, top, 0 if HIGH is None else 1, codes_ptr, scales_ptr, plane,
                     planes, tile, n_tiles, LOW, K_LAYOUT)
+        mbarrier.expect(k_bar, k_desc.block_type.nbytes, pred=next_b >= 0)
         if v_desc is not None:
-            mbarrier.wait(bars.index(1), phase)
+            mbarrier.wait(v_bar, phase)
             DV: gl.constexpr = v_desc.block_type.shape[3]
             x = v_smem.reshape((T, DV)).load(V_LAYOUT)
             gl.thread_barrier()
-            _fetch(v_desc, v_smem, bars.index(1), next_b, next_h, next_tile, T)
+            _fetch(v_desc, v_smem, v_bar, next_b, next_h, next_tile)
             _fold_values(x, v_scale, v_codes_ptr, plane, tile, n_tiles, length)
         b, h, tile, length = next_b, next_h, next_tile, next_length
         phase ^= 1

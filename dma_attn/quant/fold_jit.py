@@ -197,9 +197,11 @@ def _nvfp4_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN:
 
 
 @triton.jit
-def tile_max(x):
-    """Largest magnitude among the rows of x (T, D) without NaN or Inf."""
-    rows = max_abs(x, 1)
+def tile_max(x, T: tl.constexpr, D: tl.constexpr):
+    """Largest magnitude among the rows of x (T, D) without NaN or Inf; over NVFP4's blocks, whose
+    maxima are then computed once."""
+    BLOCK: tl.constexpr = block("nvfp4", D)
+    rows = max_abs(max_abs(x.reshape(T, D // BLOCK, BLOCK), 2), 1)
     return tl.max(tl.where(rows < float("inf"), rows, 0.0), 0)
 
 
@@ -213,15 +215,16 @@ def in_format(x, gain, top, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.c
     `tile_max`; of each row (T,) where top is None. With EXACT, where gain is 1 or -1, divisions as
     in `quant.encode`.
     """
-    BLOCK: tl.constexpr = block(FORMAT, D)
+    CLIPS: tl.constexpr = FORMAT != "mxfp8" or RULE != "rceil"
+    BLOCK: tl.constexpr = block(FORMAT if CLIPS else "nvfp4", D)
     blocks = x.reshape(T, D // BLOCK, BLOCK)
     amax = max_abs(blocks, 2)
     bad = ~(max_abs(amax, 1) < float("inf"))
     amax = tl.where(amax < float("inf"), amax, 0.0)
-    if FORMAT == "mxfp8" and RULE == "rceil":
-        # A power of two that clips nothing: folding rounds the same mantissas, once
+    largest = tl.where(bad, 0.0, tl.max(amax, 1)) if top is None else top
+    if not CLIPS:  # folding rounds the same mantissas, once, whatever the blocks
         elements, scale = blocks, amax * 0.0 + gain
-        largest = (tl.max(amax, 1) if top is None else top) * tl.abs(gain)
+        largest *= tl.abs(gain)
     elif scale_kind(FORMAT) == "e8m0":
         elements, scale, tops = _mx_blocks(blocks, amax, gain, FORMAT, RULE)
         largest = tl.where(bad, 0.0, tl.max(tops, 1))
@@ -229,8 +232,7 @@ def in_format(x, gain, top, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.c
             largest = tl.max(largest, 0)
     else:
         elements, scale = _nvfp4_blocks(blocks, amax, gain, FORMAT, RULE, SPAN, EXACT)
-        largest = (tl.max(amax, 1) if top is None else top) * (
-            tl.abs(gain) * constant("NVFP4_OVERSHOOT"))
+        largest *= tl.abs(gain) * constant("NVFP4_OVERSHOOT")
     return elements, scale, bad, largest
 
 
@@ -264,7 +266,7 @@ def fold(elements, scale, bad, largest, BY_ROW: tl.constexpr, T: tl.constexpr, D
     The power is the smallest with which the largest magnitude fits; 1 for zeros, and within 2^-100
     and 2^100. NaN goes to the power of a row (BY_ROW), else to the row's codes.
     """
-    amax = (tl.where(bad, 0.0, largest) if BY_ROW else largest).to(tl.int32, bitcast=True)
+    amax = largest.to(tl.int32, bitcast=True)
     exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > mantissa_of_max("mxfp8")).to(tl.int32)
     exponent = tl.where(amax == 0, 127, tl.minimum(tl.maximum(exponent, 27), 227))
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)

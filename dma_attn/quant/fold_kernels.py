@@ -125,7 +125,7 @@ def _fold_rows(raw, mask_t, mean_ptr, sign, matrix, codes_ptr, scales_ptr, plane
         gain = tl.zeros([], tl.float32) + 1.0
     if not QUERY:
         y = tl.where(mask_t[:, None], y, 0.0)
-    top = None if QUERY else tile_max(y)
+    top = None if QUERY else tile_max(y, T, D)
     if HIGH is not None:
         _store_class(y, gain, top, 0, codes_ptr, scales_ptr, plane, planes, tile, n_tiles, T, D,
                      HIGH, matrix is None, QUERY)
