@@ -93,9 +93,12 @@ def test_dependent_launches_wait(text: str, tmp_path: Path) -> None:
         dma_attention(q, k, k, config=DMAConfig.parse(text), impl="triton")
     named = {kernel.metadata.name: kernel for kernel in kernels}
     early = {name for name, kernel in named.items() if kernel.metadata.launch_pdl}
-    assert early == {"combine_kernel", "fold_kv_tma_kernel"}
-    for name in ("statistics_kernel", "combine_kernel"):
-        assert "griddepcontrol.launch_dependents" in named[name].asm["ptx"]
+    assert early == {"statistics_kernel", "combine_kernel", "fold_kv_tma_kernel"}
+    # The fold reads K and V ahead of its wait: the kernel that wrote them must have ended by then
+    start = "griddepcontrol.launch_dependents"
+    ptx = named["statistics_kernel"].asm["ptx"]
+    assert ptx.index("griddepcontrol.wait") < ptx.index(start)
+    assert start in named["combine_kernel"].asm["ptx"]
     for name in early:
         ptx = named[name].asm["ptx"]  # no lengths: all that is loaded comes from kernels before
         assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")

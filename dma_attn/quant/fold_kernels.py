@@ -10,13 +10,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .fold_jit import INTERPRETED, e4m3_code, fold, in_format, int8_codes, reciprocal, tile_max
-from .jit import constant, item, rotation_norm, scale_kind, sequence
+from .jit import constant, hadamard, item, rotation_norm, scale_kind, sequence
 from .kernels import common, program_ids
 
 
 @triton.jit
 def _store_class(x, gain, top, c, codes_ptr, scales_ptr, plane, planes, tile, n_tiles,
-                 T: tl.constexpr, D: tl.constexpr, CLASS: tl.constexpr, EXACT: tl.constexpr, BY_ROW: tl.constexpr):
+                 T: tl.constexpr, D: tl.constexpr, CLASS: tl.constexpr, EXACT: tl.constexpr,
+                 BY_ROW: tl.constexpr):
     FORMAT: tl.constexpr = item(CLASS, 0)
     RULE: tl.constexpr = item(CLASS, 1)
     SPAN: tl.constexpr = item(CLASS, 2)
@@ -45,9 +46,10 @@ def _inside(rows, length):
 
 @triton.jit
 def _load_rows(x, b, h, rows, D: tl.constexpr):
-    """Rows (int64) of a strided 16-bit operand, (T, D)."""
+    """Rows (int64) of a strided 16-bit operand, (T, D); they leave L2 before anything else does."""
     at = rows[:, None] * x.strides[2] + tl.arange(0, D).to(tl.int64)[None, :] * x.strides[3]
-    return tl.load(x.ptr + b * x.strides[0] + h * x.strides[1] + at)
+    at += b * x.strides[0] + h * x.strides[1]
+    return tl.load(x.ptr + at, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -214,7 +216,8 @@ def statistics_kernel(k, v, length_ptr, partial_ptr, n_blocks, H, S, MEAN: tl.co
                       AMAX: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
                       DV: tl.constexpr):
     """Per channel of ROWS keys: sum of K (MEAN), largest |V| (AMAX)."""
-    _start_kernel_after()
+    _wait_for_kernel_before()
+    _start_kernel_after()  # not before: the fold reads K and V ahead of its own wait
     i_block, b, h = program_ids(n_blocks, H)
     _, length = sequence(b, None, length_ptr, S, S)
     total = tl.zeros([T, D], tl.float32)
@@ -266,8 +269,8 @@ def _finite(x, b, h, begin, length, T: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_blocks", "H", "S"])
-def combine_kernel(k, v, partial_ptr, length_ptr, hadamard_ptr, mean_ptr, rotated_ptr, v_scale_ptr,
-                   n_blocks, H, S, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+def combine_kernel(k, v, partial_ptr, length_ptr, mean_ptr, rotated_ptr, v_scale_ptr, n_blocks, H,
+                   S, ROTATE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
                    PARTS: tl.constexpr):
     """Per channel of a head: mean of finite K, as it is and rotated, or the E4M3 scale of V.
 
@@ -279,13 +282,11 @@ def combine_kernel(k, v, partial_ptr, length_ptr, hadamard_ptr, mean_ptr, rotate
     b, h = plane // H, plane % H
     _, length = sequence(b, None, length_ptr, S, S)
     used = tl.cdiv(length, ROWS)
-    CHUNK: tl.constexpr = 128
+    CHUNK: tl.constexpr = 64
     FEW: tl.constexpr = 32
     _wait_for_kernel_before()
     if mean_ptr is not None and tl.program_id(0) % PARTS == 0:
         offs_d = tl.arange(0, D)
-        if hadamard_ptr is not None:  # in flight beside the partial results
-            signs = tl.load(hadamard_ptr + offs_d[:, None] * D + offs_d[None, :])
         sums = _combined(partial_ptr, plane, n_blocks, used, 0, D + DV, D, CHUNK, False)
         counts = tl.zeros([D], tl.float32) + length
         if ~(tl.sum(sums * 0.0, 0) == 0.0):  # 0 times Inf or NaN is NaN
@@ -298,10 +299,8 @@ def combine_kernel(k, v, partial_ptr, length_ptr, hadamard_ptr, mean_ptr, rotate
             sums, counts = tl.sum(total, 0), tl.sum(count, 0)
         mean = tl.div_rn(sums, tl.maximum(counts, 1.0))
         tl.store(mean_ptr + plane * D + offs_d, mean)
-        if hadamard_ptr is not None:
-            rotated = tl.sum(mean[:, None] * signs.to(tl.float32), 0)
-            dims = (offs_d & -64) + (offs_d & 6) * 8 + ((offs_d >> 2) & 14) + (offs_d & 1)
-            tl.store(rotated_ptr + plane * D + dims, rotated * rotation_norm(D))
+        if ROTATE:
+            tl.store(rotated_ptr + plane * D + offs_d, hadamard(mean[None, :], D, 1, D).reshape(D))
     elif v_scale_ptr is not None:
         maxima = _combined(partial_ptr, plane, n_blocks, used, D, D + DV, DV, CHUNK, True)
         if ~(tl.sum(maxima * 0.0, 0) == 0.0):  # NaN in V is no maximum, Inf is one

@@ -102,6 +102,7 @@ def fold_kv(
             DV=value_dim,
             num_warps=4,
             maxnreg=128,
+            **_DEPENDENT,
         )
         parts = int(mean is not None) + int(fp8)
         combine_kernel[(parts * planes,)](
@@ -109,19 +110,19 @@ def fold_kv(
             v_arg,
             partial,
             length,
-            matrix,
             mean,
             rotated,
             v_scale,
             n_blocks,
             heads,
             size,
+            ROTATE=matrix is not None,
             ROWS=STATISTICS_ROWS,
             D=head_dim,
             DV=value_dim,
             PARTS=parts,
-            num_warps=8,
-            maxnreg=255,  # so that all loads are in flight at once
+            num_warps=4,
+            maxnreg=128,  # with which it starts beside the statistics
             **_DEPENDENT,
         )
     classes = 1 if high is None else 2
