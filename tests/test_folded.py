@@ -13,6 +13,7 @@ import torch
 from dma_attn import DMAConfig, dma_attention, quantize
 from dma_attn.attention.dispatch import use_hopper
 from dma_attn.attention.prepare import class_spans
+from dma_attn.formats import NVFP4_OVERSHOOT
 from dma_attn.quant.reference import fold_reference
 from dma_attn.testing import fold, quantised_oracle, random_qkv
 from tests.impls import DEVICE, needs_gpu, needs_hopper
@@ -80,6 +81,17 @@ def test_nvfp4_is_rounded_once_more() -> None:
         ref, ref_lse = quantised_oracle(q, k, v, config, is_causal=True)
         assert 1e-3 * ref.norm() < (out - ref).norm() <= 6e-2 * ref.norm()
         assert (lse - ref_lse).abs().max() <= 0.1
+
+
+@pytest.mark.parametrize("rule", ["amax", "mse"])
+def test_nvfp4_overshoot(rule: str) -> None:
+    """What the kernels take for NVFP4's largest value is one, and hardly more than it can be."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20000, 128, generator=generator)
+    x *= torch.exp2(4 * torch.rand(20000, 8, 1, generator=generator)).expand(-1, -1, 16).flatten(1)
+    values = quantize(x, "nvfp4", scale_rule=rule).dequantize(torch.float32)
+    ratio = values.unflatten(1, (8, 16)).abs().amax(2) / x.unflatten(1, (8, 16)).abs().amax(2)
+    assert NVFP4_OVERSHOOT - 0.01 < ratio.max() < NVFP4_OVERSHOOT
 
 
 @pytest.mark.parametrize("text", ["default,pv=fp8", "hopper", "default"])
