@@ -24,8 +24,9 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # so the second-level scale leaves that room below E4M3's maximum.
 NVFP4_SCALE_TARGET = {"amax": 448.0, "mse": 256.0}
 NVFP4_SECOND_TARGET = 4.0
-# What NVFP4 adds to the largest magnitude of a row at most: E4M3 rounds a block scale up by 1/17
-# (1.0625 to 1.125), and the rest is room for fp32 rounding.
+# What NVFP4 by token makes of the largest magnitude of a row at most: E4M3 rounds a block scale up
+# by 1/17 (1.0625 to 1.125), subnormal scales are for blocks far below it, and the rest is room for
+# fp32 rounding.
 NVFP4_OVERSHOOT = 17 / 16
 # P in E4M3 is scaled by a power of two first, so that small weights survive; P <= 1.
 P_FP8_SCALE = 256.0

@@ -190,7 +190,7 @@ def fold_kv_tma_kernel(k_desc, v_desc, matrix_desc, length_ptr, mean_ptr, codes_
     # Apart, and told what to expect where the threads meet anyway: else the compiler adds meetings
     k_bar, v_bar = _barrier(), _barrier()
     fence_async_shared()
-    # Backwards: the statistics have left the last tiles in L2
+    # Backwards: of what the statistics have read, L2 may still hold the end
     back = _split(gl.num_programs(0), n_tiles, H)
     b, h, tile = _split(planes * n_tiles - 1 - gl.program_id(0), n_tiles, H)
     b, h, tile, length = _seek(b, h, tile, back, n_tiles, H, S, length_ptr, T)

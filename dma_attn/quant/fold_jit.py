@@ -77,12 +77,12 @@ def _to_e4m3(x):
 
 
 @triton.jit
-def _to_element(x, gain, FORMAT: tl.constexpr):
-    """Element value nearest to gain * x, saturating; E2M1 only in MX formats, since NVFP4's block
-    scales keep products below 7, except in blocks 2^-15 below the largest of the token."""
+def _to_element(x, gain, FORMAT: tl.constexpr, SATURATE: tl.constexpr = False):
+    """Element value nearest to gain * x, saturating; of NVFP4 if told so, since its block scales
+    keep products below 7, except in blocks 2^-15 below the largest that shares the fp32 scale."""
     if element(FORMAT) == "e2m1":
         y = _to_e2m1(x, gain)
-        if scale_kind(FORMAT) == "e8m0":
+        if scale_kind(FORMAT) == "e8m0" or SATURATE:
             y = tl.minimum(tl.maximum(y, -element_max(FORMAT)), element_max(FORMAT))
         return y
     elif element(FORMAT) == "e4m3":
@@ -96,7 +96,7 @@ def _to_element(x, gain, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _candidate(x, top, gain, scale, FORMAT: tl.constexpr):
+def _candidate(x, top, gain, scale, FORMAT: tl.constexpr, SATURATE: tl.constexpr = False):
     """Values x (T, N, BLOCK) and the largest magnitudes top (T, N), to be multiplied by gain (T, N)
     to be in units of scale (T, N): elements, the scales, squared errors (T, N); top and gain.
 
@@ -104,7 +104,7 @@ def _candidate(x, top, gain, scale, FORMAT: tl.constexpr):
     variant: the same values must give the same codes in all of them. (The squares are left to it:
     they only choose between candidates, and ones that err alike.)
     """
-    elements = _to_element(x, gain[:, :, None], FORMAT)
+    elements = _to_element(x, gain[:, :, None], FORMAT, SATURATE)
     diff = tl.fma(x, (gain * -1.0)[:, :, None], elements)
     return elements, scale, tl.sum(diff * diff, 2) * (scale * scale), top, gain
 
@@ -116,7 +116,8 @@ def _better(first, second):
     elements_1, scale_1, error_1, top_1, gain_1 = second
     better = error_1 < error
     return (tl.where(better[:, :, None], elements_1, elements), tl.where(better, scale_1, scale),
-            error, tl.where(better, top_1, top), tl.where(better, gain_1, gain))
+            tl.where(better, error_1, error), tl.where(better, top_1, top),
+            tl.where(better, gain_1, gain))
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def reciprocal(x):
 
 @triton.jit
 def _nvfp4_candidate(x, amax, gain, factor, TARGET: tl.constexpr, FORMAT: tl.constexpr,
-                     EXACT: tl.constexpr):
+                     SPAN: tl.constexpr, EXACT: tl.constexpr):
     """The maximum goes on TARGET; factor (T, 1) is the second-level scale, and without EXACT x and
     amax are to be multiplied by gain (T, 1) to be relative to it."""
     if EXACT:
@@ -166,9 +167,10 @@ def _nvfp4_candidate(x, amax, gain, factor, TARGET: tl.constexpr, FORMAT: tl.con
         scale *= factor
         scaled = tl.div_rn(x, scale[:, :, None] + tl.zeros_like(x))
         one = tl.zeros_like(scale) + 1.0
-        return _candidate(scaled, tl.div_rn(amax, scale), one, scale, FORMAT)
+        return _candidate(scaled, tl.div_rn(amax, scale), one, scale, FORMAT,
+                          SPAN == "tile")
     else:
-        return _candidate(x, amax, gain * reciprocal(scale), scale, FORMAT)
+        return _candidate(x, amax, gain * reciprocal(scale), scale, FORMAT, SPAN == "tile")
 
 
 @triton.jit
@@ -185,15 +187,15 @@ def _nvfp4_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN:
     factor = tl.where(factor < 2.0**-100, 1.0, factor)
     gain = (reciprocal(factor) * gain)[:, None]
     factor = factor[:, None]
-    chosen = _nvfp4_candidate(x, amax, gain, factor, constant("E2M1_MAX"), FORMAT, EXACT)
+    chosen = _nvfp4_candidate(x, amax, gain, factor, constant("E2M1_MAX"), FORMAT, SPAN, EXACT)
     if RULE == "mse":
         second = _nvfp4_candidate(x, amax, gain, factor, constant("NVFP4_SECOND_TARGET"), FORMAT,
-                                  EXACT)
+                                  SPAN, EXACT)
         chosen = _better(chosen, second)
-    elements, scale, _, _, _ = chosen
+    elements, scale, _, top, gain = chosen
     if not EXACT:
         scale *= factor
-    return elements, scale
+    return elements, scale, tl.abs(_to_element(top, gain, FORMAT, SPAN == "tile")) * scale
 
 
 @triton.jit
@@ -225,14 +227,17 @@ def in_format(x, gain, top, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN: tl.c
     if not CLIPS:  # folding rounds the same mantissas, once, whatever the blocks
         elements, scale = blocks, amax * 0.0 + gain
         largest *= tl.abs(gain)
-    elif scale_kind(FORMAT) == "e8m0":
-        elements, scale, tops = _mx_blocks(blocks, amax, gain, FORMAT, RULE)
-        largest = tl.where(bad, 0.0, tl.max(tops, 1))
-        if top is not None:
-            largest = tl.max(largest, 0)
     else:
-        elements, scale = _nvfp4_blocks(blocks, amax, gain, FORMAT, RULE, SPAN, EXACT)
-        largest *= tl.abs(gain) * constant("NVFP4_OVERSHOOT")
+        if scale_kind(FORMAT) == "e8m0":
+            elements, scale, tops = _mx_blocks(blocks, amax, gain, FORMAT, RULE)
+        else:
+            elements, scale, tops = _nvfp4_blocks(blocks, amax, gain, FORMAT, RULE, SPAN, EXACT)
+        if scale_kind(FORMAT) == "e4m3" and SPAN == "token":
+            largest *= tl.abs(gain) * constant("NVFP4_OVERSHOOT")
+        else:  # also of NVFP4 by tile, where all of a row may lie far below the scale's reach
+            largest = tl.where(bad, 0.0, tl.max(tops, 1))
+            if top is not None:
+                largest = tl.max(largest, 0)
     return elements, scale, bad, largest
 
 
@@ -263,8 +268,8 @@ def fold(elements, scale, bad, largest, BY_ROW: tl.constexpr, T: tl.constexpr, D
     """What `in_format` returned -> E4M3 codes (T, D) and the power of two, or with BY_ROW those of
     the rows (T,), that they multiply.
 
-    The power is the smallest with which the largest magnitude fits; 1 for zeros, and within 2^-100
-    and 2^100. NaN goes to the power of a row (BY_ROW), else to the row's codes.
+    The power is the smallest with which `largest` fits; 1 where that is 0, and within 2^-100 and
+    2^100. NaN goes to the power of a row (BY_ROW), else to the row's codes.
     """
     amax = largest.to(tl.int32, bitcast=True)
     exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > mantissa_of_max("mxfp8")).to(tl.int32)

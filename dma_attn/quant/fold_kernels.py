@@ -217,7 +217,8 @@ def statistics_kernel(k, v, length_ptr, partial_ptr, n_blocks, H, S, MEAN: tl.co
                       DV: tl.constexpr):
     """Per channel of ROWS keys: sum of K (MEAN), largest |V| (AMAX)."""
     _wait_for_kernel_before()
-    _start_kernel_after()  # not before: the fold reads K and V ahead of its own wait
+    # Not before: the fold reads K, V and lengths ahead of its own wait, the combination lengths
+    _start_kernel_after()
     i_block, b, h = program_ids(n_blocks, H)
     _, length = sequence(b, None, length_ptr, S, S)
     total = tl.zeros([T, D], tl.float32)
