@@ -34,25 +34,24 @@ from .tma import descriptor
 
 
 @functools.cache
-def layouts(head_dim: int, value_dim: int, warps: int) -> dict[str, Any]:
-    """Registers of 4 or 8 warps: the product, K's codes (keys, dims) and V (keys, dims)."""
+def layouts(head_dim: int, value_dim: int) -> dict[str, Any]:
+    """Registers of the product, of K's codes (keys, dims) and of V (keys, dims), for 8 warps."""
     halves = [[0, 64]] if head_dim == 128 else []
-    keys = [[16, 0], [32, 0], [64, 0]]
-    each = value_dim // warps  # of V's channels, to a warp
-    channels = [[0, 1 << i] for i in range(value_dim.bit_length() - 1)]
+    more = [[0, 8]] if value_dim == 128 else []
+    dim = value_dim // 8
     return {
-        "Y_LAYOUT": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, head_dim, 16]),
+        "Y_LAYOUT": gl.NVMMADistributedLayout([3, 0], [8, 1], [16, head_dim, 16]),
         "K_LAYOUT": gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [0, 8], *halves, [8, 0], *keys[warps.bit_length() - 1 :]],
+            [[0, 1], [0, 2], [0, 4], [0, 8], *halves, [8, 0]],
             [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
-            keys[: warps.bit_length() - 1],
+            [[16, 0], [32, 0], [64, 0]],
             [],
             [TILE, head_dim],
         ),
         "V_LAYOUT": gl.DistributedLinearLayout(
-            [[1, 0], [8, 0], [2, 0], [4, 0], [64, 0], *(c for c in channels if 8 <= c[1] < each)],
-            [[16, 0], [32, 0], *channels[:3]],
-            [c for c in channels if c[1] >= each],
+            [[1, 0], [8, 0], [2, 0], [4, 0], [64, 0], *more],
+            [[16, 0], [32, 0], [0, 1], [0, 2], [0, 4]],
+            [[0, dim], [0, 2 * dim], [0, 4 * dim]],
             [],
             [TILE, value_dim],
         ),

@@ -29,7 +29,6 @@ from .tensor import QueryCodes
 
 STATISTICS_ROWS = 256  # keys to a program
 FOLD_PROGRAMS = 2  # of the fold of K and V by TMA, on each SM
-FOLD_WARPS = 8  # to each of them, which share all registers
 # A launch that may begin before the one before it has ended, and waits for that where it must
 _DEPENDENT = {} if interpreting() else {"launch_pdl": True}
 QUERY_TILES = {1: 8, 2: 2}  # tiles of Q to a program, which fetches the Hadamard matrix once
@@ -134,6 +133,8 @@ def fold_kv(
     specs = {
         "HIGH": _class_spec(high, config.scale_rule),
         "LOW": _class_spec(low, config.scale_rule),
+        "num_warps": 8,
+        "maxnreg": 128,
         **(_DEPENDENT if mean is not None or fp8 else {}),
     }
     if matrix is not None and _feeds_by_tma(k) and (not fp8 or _feeds_by_tma(v)):
@@ -149,10 +150,8 @@ def fold_kv(
             rotated,
             *results,
             *sizes,
-            **layouts(head_dim, value_dim, FOLD_WARPS),
+            **layouts(head_dim, value_dim),
             **specs,
-            num_warps=FOLD_WARPS,
-            maxnreg=min(2048 // (FOLD_WARPS * FOLD_PROGRAMS) // 8 * 8, 255),
         )
     else:
         fold_kv_kernel[(n_tiles * planes,)](
@@ -167,8 +166,6 @@ def fold_kv(
             D=head_dim,
             DV=value_dim,
             **specs,
-            num_warps=8,
-            maxnreg=128,
         )
     return FoldedKV(codes, scales, mean, v_codes, v_scale)
 

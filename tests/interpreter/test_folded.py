@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dma_attn import DMAConfig
-from dma_attn.attention.prepare import class_spans
+from dma_attn.attention.prepare import class_spans, quantise_operand
 from dma_attn.quant import folded
+from dma_attn.quant.reference import fold_reference
 from dma_attn.quant.rows import Rows
 from dma_attn.quant.transforms import key_mean
 from tests.folded_checks import CONFIGS, check_e2m1, check_fold, decode, expected
@@ -40,6 +41,25 @@ def test_many_blocks_of_statistics(text: str, monkeypatch: pytest.MonkeyPatch) -
     if config.pv == "fp8":
         amax = torch.where(used[:, None, :, None] & v.isfinite(), v.bfloat16().float().abs(), 0.0)
         torch.testing.assert_close(out.v_scale, amax.amax(2, keepdim=True) / 448)
+
+
+@pytest.mark.parametrize("text, most", [("nvfp4", 2), ("mxfp8", 2), ("mxfp4", 1)])
+def test_powers_of_tiles(text: str, most: int) -> None:
+    """The reference's, or twice that where the largest before quantisation, or NVFP4's bound, does
+    not fit what the largest after it does."""
+    config = DMAConfig.parse(f"{text},smooth_k=false")
+    generator = torch.Generator().manual_seed(5)
+    k = torch.randn(1, 1, 20 * 128, 64, generator=generator)
+    k *= torch.exp2(6 * torch.rand(20, generator=generator)).repeat_interleave(128)[:, None]
+    k = k.half()
+    out = folded.fold_kv(k, k, *class_spans(config, query=False), None, config)
+    high, low = class_spans(config, query=False)
+    assert high is None
+    copy, _ = quantise_operand(k, low[0], None, Rows(1, 2560), config, None, None, False, False)
+    assert copy is not None
+    _, reference = fold_reference(copy.dequantize(torch.float32), by_row=False)
+    ratio = out.scales[0] / reference
+    assert set(ratio.flatten().tolist()) <= {1.0, float(most)} and (ratio == 1).sum() > 15
 
 
 @pytest.mark.parametrize("rule", ["amax", "mse"])
