@@ -58,6 +58,17 @@ def _to_e2m1(x, gain):
 
 
 @triton.jit
+def _near_e2m1(x, gain):
+    """`_to_e2m1` with an operation less, for values that do not meet ties: these go either way.
+
+    The number of quanta is 2^22 |gain * x|, at least 1.5 * 2^22; a little less, so that the sum
+    stays in its binade.
+    """
+    shift = tl.maximum(tl.abs(x * (gain * (2.0**22 - 4.0))), 1.5 * 2.0**22)
+    return tl.fma(x, gain, shift) - shift
+
+
+@triton.jit
 def e4m3_code(x):
     """Nearest E4M3 code (uint8) of fp32 x, ties to even, saturating; NaN stays NaN."""
     if INTERPRETED:  # its casts to FP8 round wrongly
@@ -77,11 +88,13 @@ def _to_e4m3(x):
 
 
 @triton.jit
-def _to_element(x, gain, FORMAT: tl.constexpr, SATURATE: tl.constexpr = False):
-    """Element value nearest to gain * x, saturating; of NVFP4 if told so, since its block scales
-    keep products below 7, except in blocks 2^-15 below the largest that shares the fp32 scale."""
+def _to_element(x, gain, FORMAT: tl.constexpr, SATURATE: tl.constexpr = False,
+                TIES: tl.constexpr = True):
+    """Element value nearest to gain * x, ties (TIES) to even, saturating; of NVFP4 if told so,
+    since its block scales keep products below 7, except in blocks 2^-15 below the largest that
+    shares the fp32 scale."""
     if element(FORMAT) == "e2m1":
-        y = _to_e2m1(x, gain)
+        y = _to_e2m1(x, gain) if TIES else _near_e2m1(x, gain)
         if scale_kind(FORMAT) == "e8m0" or SATURATE:
             y = tl.minimum(tl.maximum(y, -element_max(FORMAT)), element_max(FORMAT))
         return y
@@ -96,7 +109,8 @@ def _to_element(x, gain, FORMAT: tl.constexpr, SATURATE: tl.constexpr = False):
 
 
 @triton.jit
-def _candidate(x, top, gain, scale, FORMAT: tl.constexpr, SATURATE: tl.constexpr = False):
+def _candidate(x, top, gain, scale, FORMAT: tl.constexpr, SATURATE: tl.constexpr = False,
+               TIES: tl.constexpr = True):
     """Values x (T, N, BLOCK) and the largest magnitudes top (T, N), to be multiplied by gain (T, N)
     to be in units of scale (T, N): elements, the scales, squared errors (T, N); top and gain.
 
@@ -104,7 +118,7 @@ def _candidate(x, top, gain, scale, FORMAT: tl.constexpr, SATURATE: tl.constexpr
     variant: the same values must give the same codes in all of them. (The squares are left to it:
     they only choose between candidates, and ones that err alike.)
     """
-    elements = _to_element(x, gain[:, :, None], FORMAT, SATURATE)
+    elements = _to_element(x, gain[:, :, None], FORMAT, SATURATE, TIES)
     diff = tl.fma(x, (gain * -1.0)[:, :, None], elements)
     return elements, scale, tl.sum(diff * diff, 2) * (scale * scale), top, gain
 
@@ -170,7 +184,7 @@ def _nvfp4_candidate(x, amax, gain, factor, TARGET: tl.constexpr, FORMAT: tl.con
         return _candidate(scaled, tl.div_rn(amax, scale), one, scale, FORMAT,
                           SPAN == "tile")
     else:
-        return _candidate(x, amax, gain * reciprocal(scale), scale, FORMAT, SPAN == "tile")
+        return _candidate(x, amax, gain * reciprocal(scale), scale, FORMAT, SPAN == "tile", False)
 
 
 @triton.jit
