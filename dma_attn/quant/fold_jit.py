@@ -209,7 +209,8 @@ def _nvfp4_blocks(x, amax, gain, FORMAT: tl.constexpr, RULE: tl.constexpr, SPAN:
     elements, scale, _, top, gain = chosen
     if not EXACT:
         scale *= factor
-    return elements, scale, tl.abs(_to_element(top, gain, FORMAT, SPAN == "tile")) * scale
+    top = _to_element(top, gain, FORMAT, SPAN == "tile", EXACT)
+    return elements, scale, tl.abs(top) * scale
 
 
 @triton.jit
