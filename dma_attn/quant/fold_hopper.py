@@ -138,7 +138,8 @@ def _fold_class(x, gain, top, c, codes_ptr, scales_ptr, plane, planes, tile, n_t
     codes = gl.convert_layout(codes.to(gl.uint8, bitcast=True), LAYOUT, assert_trivial=True)
     rows = gl.arange(0, T, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    gl.store(codes_ptr + at_tile * (T * D) + (rows[:, None] * D + cols[None, :]), codes)
+    gl.store(codes_ptr + at_tile * (T * D) + (rows[:, None] * D + cols[None, :]), codes,
+             eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -171,7 +172,7 @@ def _fold_values(x, scale, codes_ptr, plane, tile, n_tiles, length):
     rows = gl.arange(0, DV, gl.SliceLayout(1, codes.type.layout))
     cols = gl.arange(0, T, gl.SliceLayout(0, codes.type.layout))
     to = (plane.to(gl.int64) * DV + rows)[:, None] * (n_tiles * T) + (tile * T + cols)[None, :]
-    gl.store(codes_ptr + to, codes)
+    gl.store(codes_ptr + to, codes, eviction_policy="evict_first")
 
 
 @gluon.jit(do_not_specialize=["n_tiles", "planes", "H", "S"])
