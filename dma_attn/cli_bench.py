@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,6 +30,13 @@ PeerOption = Annotated[
 ]
 OutOption = Annotated[Path, typer.Option(help="Folder for the CSV files.")]
 RESULTS = Path("benchmarks/results/gpu")
+
+
+class QuantTable(str, Enum):
+    """The tables of `bench quant`."""
+
+    fold = "fold"
+    fusion = "fusion"
 
 
 @app.callback(invoke_without_command=True)
@@ -98,16 +106,19 @@ def quant(
     length: Annotated[
         list[int] | None, typer.Option(min=1, help="Sequence length (repeatable).")
     ] = None,
+    table: Annotated[
+        list[QuantTable] | None, typer.Option(help="fold or fusion (repeatable); both by default.")
+    ] = None,
     rounds: RoundsOption = 5,
     seconds: SecondsOption = 0.05,
     out: OutOption = RESULTS,
 ) -> None:
-    """The quantisers: the Hopper pre-pass against a device copy, fused against unfused. Exit code 1
-    when a speed that the project aims at is missed.
+    """The quantisers: the Hopper pre-pass against a device copy (fold), fused against unfused
+    quantisation (fusion). Exit code 1 when a speed that the project aims at is missed.
 
-    Example: dma-attn bench quant --length 8192
+    Example: dma-attn bench quant --table fold --length 16384
     """
-    from .bench.quantise import judge_quant, measure_fold, measure_fusion
+    from .bench.quantise import FOLD_CONFIGS, judge_fold, judge_fusion, measure_fold, measure_fusion
     from .bench.results import (
         QUANT_CLAIM_COLUMNS,
         QUANT_COLUMNS,
@@ -117,18 +128,23 @@ def quant(
     )
 
     facts = _facts()
-    fold = [row for n in length or [8192, 16384, 32768] for config in ("default,pv=fp8", "hopper")
-            for row in measure_fold(n, config, rounds=rounds, seconds=seconds)]
-    fusion = [row for n in length or [2048, 8192] for row in measure_fusion(n, rounds=rounds,
-                                                                            seconds=seconds)]
-    for name, rows in (("fold", fold), ("fusion", fusion)):
-        write_csv(out / f"quant_{name}.csv", facts, QUANT_COLUMNS, quant_cells(rows))
-        _table(f"Quantiser: {name}", QUANT_COLUMNS, quant_cells(rows))
-    verdicts = judge_quant(fold, fusion)
-    cells = quant_claim_cells(verdicts)
-    write_csv(out / "quant_claims.csv", facts, QUANT_CLAIM_COLUMNS, cells)
-    _table("Aims", QUANT_CLAIM_COLUMNS, cells)
-    if not all(verdict.holds for verdict in verdicts):
+    holds = True
+    for name in dict.fromkeys(table or QuantTable):
+        if name == QuantTable.fold:
+            rows = [row for n in length or [8192, 16384, 32768] for config in FOLD_CONFIGS
+                    for row in measure_fold(n, config, rounds=rounds, seconds=seconds)]
+            verdicts = judge_fold(rows)
+        else:
+            rows = [row for n in length or [2048, 8192]
+                    for row in measure_fusion(n, rounds=rounds, seconds=seconds)]
+            verdicts = judge_fusion(rows)
+        write_csv(out / f"quant_{name.value}.csv", facts, QUANT_COLUMNS, quant_cells(rows))
+        _table(f"Quantiser: {name.value}", QUANT_COLUMNS, quant_cells(rows))
+        cells = quant_claim_cells(verdicts)
+        write_csv(out / f"quant_{name.value}_claims.csv", facts, QUANT_CLAIM_COLUMNS, cells)
+        _table("Aims", QUANT_CLAIM_COLUMNS, cells)
+        holds = holds and all(verdict.holds for verdict in verdicts)
+    if not holds:
         raise typer.Exit(1)
 
 

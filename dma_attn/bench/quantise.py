@@ -17,6 +17,7 @@ from ..config import DMAConfig
 from .timing import L2_BYTES, Candidate, Timing, time_candidates
 
 COPY = "device copy"
+FOLD_CONFIGS = ("default,pv=fp8", "hopper")
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,21 @@ class QuantVerdict:
         return self.ratio >= self.must
 
 
-def judge_quant(fold: Sequence[QuantRow], fusion: Sequence[QuantRow]) -> list[QuantVerdict]:
-    """The pre-pass of 64 MB and more against a device copy, fused against unfused quantisation."""
+def judge_fold(rows: Sequence[QuantRow]) -> list[QuantVerdict]:
+    """The pre-pass of K and V, 64 MB and more, against a device copy."""
+    copied = {row.length: row.bytes for row in rows if row.candidate == COPY}
+    return [
+        QuantVerdict(row.length, f"{row.candidate}: share of a copy's bandwidth", row.share, 0.75)
+        for row in rows
+        if row.candidate != COPY and copied[row.length] // 2 >= 64e6
+    ]
+
+
+def judge_fusion(rows: Sequence[QuantRow]) -> list[QuantVerdict]:
+    """Fused against unfused quantisation."""
     verdicts = []
-    copied = {row.length: row.bytes for row in fold if row.candidate == COPY}
-    for row in fold:
-        if row.candidate != COPY and copied[row.length] // 2 >= 64e6:
-            verdicts.append(QuantVerdict(row.length, f"{row.candidate}: share of a copy's "
-                                         "bandwidth", row.share, 0.75))
-    for length in dict.fromkeys(row.length for row in fusion):
-        ms = {row.candidate: row.timing.ms for row in fusion if row.length == length}
+    for length in dict.fromkeys(row.length for row in rows):
+        ms = {row.candidate: row.timing.ms for row in rows if row.length == length}
         for other, must in (("eager", 10.0), ("torch.compile", 2.0)):
             verdicts.append(QuantVerdict(length, f"fused: times as fast as {other}",
                                          ms[other] / ms["fused"], must))
