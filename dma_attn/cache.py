@@ -1,0 +1,416 @@
+"""`MixedKVCache`: a KV cache whose first and newest tokens keep more bits than the others.
+
+    tokens   0      sink            high_from        length
+             | first |                  |  newest       |
+    high     |#######|                  |###############|     16 bits, by default
+    low      |##########################################|     4 bits, by default
+
+Both copies of a token are made from its 16-bit values when it is appended; one that leaves the
+newest tiles merely loses its high copy. The newest tokens sit in a ring, at position modulo its
+size; the first tokens of a row, which may begin anywhere (left padding), in a store of their own.
+`quant.store` says how a copy lies in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .config import DMAConfig
+from .formats import get_format
+from .quant.api import quantize_pair
+from .quant.store import Copies, Store, encode, select_rows
+from .quant.transforms import key_mean, rotate
+from .schedule import TILE, tile_count
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class MixedKVCache:
+    """A KV cache of one attention layer with high- and low-precision tokens.
+
+    A key tile of 128 tokens is high for a query when it lies within `config.diag` of the query's
+    own tile, or holds one of the row's first `config.sink` tokens, as in a call without a cache.
+    K's formats are `config.high` and `config.low`, V's `v_high` and `v_low`.
+
+    Args:
+        batch, kv_heads, head_dim: Sizes of K; V has `head_dim_v` dims, by default as many.
+        max_len: Tokens to allocate at first; more are allocated when they come.
+        config: Formats and transforms of K, widths of the high regions. Its granularity must be
+            "token", its pv is not used.
+        rotate_v: Rotate V along its head dim before it is quantised.
+        dtype: Of K and V, and of what "none" stores.
+
+    Raises:
+        TypeError, ValueError: sizes, dtype, formats or granularity that a cache cannot have.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        max_len: int | None = None,
+        *,
+        head_dim_v: int | None = None,
+        config: DMAConfig | None = None,
+        v_high: str = "none",
+        v_low: str = "int4",
+        rotate_v: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        for name, value in (("batch", batch), ("kv_heads", kv_heads), ("head_dim", head_dim),
+                            ("head_dim_v", head_dim_v)):
+            _check_size(name, value, 1)
+        if max_len is not None:
+            _check_size("max_len", max_len, 0)
+        config = DMAConfig(high="none", low="int4") if config is None else config
+        if config.granularity != "token":
+            raise ValueError('config: a cache needs granularity="token", '
+                             f"got {config.granularity!r}")
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype: expected one of {DTYPES}, got {dtype}")
+        if not isinstance(rotate_v, bool):
+            raise TypeError(f"rotate_v: expected a bool, got {rotate_v!r}")
+        self.config = config
+        self.v_formats = get_format(v_high, "v_high").name, get_format(v_low, "v_low").name
+        self.rotate_v = rotate_v
+        self.dtype = dtype
+        self.device = torch.empty(0, device=device).device
+        self.batch, self.kv_heads = batch, kv_heads
+        self.head_dims = head_dim, head_dim_v
+        self.diag = 0 if config.diag == "full" else int(config.diag)
+        self.full = config.diag == "full"
+        self.capacity = TILE * tile_count(max_len or 0)
+        self.k = self._copies(config.high, config.low, head_dim)
+        self.v = self._copies(*self.v_formats, head_dim_v)
+        self.length = 0
+        self.high_from = 0  # tokens from here on have high copies in the ring
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self.starts = torch.full_like(self.lengths, -1)  # first token that counts; -1: none yet
+        self.mean: torch.Tensor | None = None
+        self.valid: torch.Tensor | None = None
+
+    # ---- what is there
+
+    @property
+    def ring(self) -> int:
+        """Tokens of the ring: the tiles of `diag`, and one more, since queries may span two."""
+        return self.diag + TILE if self.diag else 0
+
+    @property
+    def sink(self) -> int:
+        """Tokens of the store of the first: the tiles of `sink`, which may begin within one."""
+        return self.config.sink + TILE if self.config.sink and not self.full else 0
+
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        tensors = [self.lengths, self.starts, self.mean, self.valid]
+        tensors += [x for s in (*self.k.stores, *self.v.stores) for x in s.parts]
+        return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+    def sync_length(self) -> int:
+        """Read the length back from the device, as after a CUDA graph's replay; waits for it."""
+        self.length = int(self.lengths[0])
+        self._drop()
+        return self.length
+
+    # ---- changes
+
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, *, key_padding_mask: torch.Tensor | None = None
+    ) -> None:
+        """Add tokens at the end of all rows.
+
+        Args:
+            k, v: (B, H, S, D) and (B, H, S, D_v) in the cache's dtype, any strides.
+            key_padding_mask: bool (B, S), True = a token that counts; None: all do. The first call
+                with tokens fixes K's mean, over those of its tokens that count.
+
+        Raises:
+            TypeError, ValueError: other shapes, dtypes or devices.
+            RuntimeError: room must be allocated while a CUDA graph is captured.
+        """
+        self._check_new(k, v, key_padding_mask)
+        n = k.shape[2]
+        if n == 0:
+            return
+        with torch.no_grad():
+            self._allocate(self.length + n)
+            self._mark(n, key_padding_mask)
+            if self.config.smooth_k and self.mean is None:
+                self.mean = key_mean(k, key_padding_mask)
+            self._write(self.k, k, self.config.rotate, self.mean)
+            self._write(self.v, v, self.rotate_v, None)
+            self.lengths += n
+            self.length += n
+            self._drop()
+
+    def crop(self, n: int) -> None:
+        """Keep the first n tokens. Those that have only a low copy keep it, also where their tile
+        is high again.
+
+        Raises:
+            ValueError: n is negative or beyond the length.
+        """
+        _check_size("n", n, 0)
+        if n > self.length:
+            raise ValueError(f"n: expected at most the length {self.length}, got {n}")
+        self.length = n
+        self.lengths.fill_(n)
+        self.high_from = min(self.high_from, n)
+        self.starts.masked_fill_(self.starts >= n, -1)
+
+    def reorder(self, index: torch.Tensor | Sequence[int]) -> None:
+        """Row i becomes what row index[i] was; the batch may shrink or grow.
+
+        Raises:
+            ValueError: an index that is not 1-D or names no row.
+        """
+        index = torch.as_tensor(index, dtype=torch.int64)
+        if index.dim() != 1 or index.numel() == 0:
+            raise ValueError(f"index: expected rows (n,), got shape {tuple(index.shape)}")
+        if index.device.type == "cpu" and (index.min() < 0 or index.max() >= self.batch):
+            raise ValueError(f"index: expected rows of 0..{self.batch - 1}, got {index.tolist()}")
+        index = index.to(self.device)
+        for store in (*self.k.stores, *self.v.stores):
+            store.reorder(index)
+        for name in ("lengths", "starts", "mean", "valid"):
+            x = getattr(self, name)
+            if x is not None:
+                setattr(self, name, select_rows(x, index))
+        self.batch = index.numel()
+
+    def reset(self) -> None:
+        """Forget all tokens and K's mean; what is allocated stays."""
+        self.length = self.high_from = 0
+        self.lengths.zero_()
+        self.starts.fill_(-1)
+        self.mean = self.valid = None
+
+    # ---- copies
+
+    def clone(self) -> MixedKVCache:
+        """An independent copy."""
+        return self.from_state_dict(
+            {name: x.clone() for name, x in self.state_dict().items()}, self.capacity
+        )
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors only (safetensors-ready), of the tokens there are; options as JSON's bytes."""
+        options = {
+            "config": self.config.to_dict(), "v_formats": self.v_formats,
+            "rotate_v": self.rotate_v, "dtype": str(self.dtype).removeprefix("torch."),
+            "sizes": [self.batch, self.kv_heads, *self.head_dims],
+            "length": self.length, "high_from": self.high_from,
+        }
+        state = {"options": torch.tensor(list(json.dumps(options).encode()), dtype=torch.uint8),
+                 "starts": self.starts}
+        if self.mean is not None:
+            state["mean"] = self.mean
+        if self.valid is not None:
+            state["valid"] = self.valid[:, : self.length]
+        for name, op in (("k", self.k), ("v", self.v)):
+            for kind in ("low", "newest", "first"):
+                store = getattr(op, kind)
+                for i, part in enumerate(() if store is None else store.parts):
+                    state[f"{name}.{kind}.{i}"] = (part[:, :, : self.length] if kind == "low"
+                                                   else part).contiguous()
+        return state
+
+    @classmethod
+    def from_state_dict(
+        cls, state: Mapping[str, torch.Tensor], max_len: int | None = None
+    ) -> MixedKVCache:
+        """The way back from `state_dict()`, on the device of its tensors.
+
+        Raises:
+            ValueError: a key is missing.
+        """
+        missing = {"options", "starts"} - set(state)
+        if missing:
+            raise ValueError(f"state: expected a cache's state_dict(), no {sorted(missing)}")
+        options = json.loads(bytes(state["options"].tolist()))
+        batch, heads, dim, dim_v = options["sizes"]
+        v_high, v_low = options["v_formats"]
+        length = options["length"]
+        self = cls(
+            batch, heads, dim, max(length, max_len or 0), head_dim_v=dim_v,
+            config=DMAConfig(**options["config"]), v_high=v_high, v_low=v_low,
+            rotate_v=options["rotate_v"], dtype=getattr(torch, options["dtype"]),
+            device=state["starts"].device,
+        )
+        self.length, self.high_from = length, options["high_from"]
+        self.lengths.fill_(length)
+        self.starts.copy_(state["starts"])
+        self.mean = state.get("mean")
+        if "valid" in state:
+            self.valid = self.starts.new_zeros(batch, self.capacity, dtype=torch.bool)
+            self.valid[:, :length] = state["valid"]
+        for name, op in (("k", self.k), ("v", self.v)):
+            for kind in ("low", "newest", "first"):
+                store = getattr(op, kind)
+                for i, part in enumerate(() if store is None else store.parts):
+                    part[:, :, : state[f"{name}.{kind}.{i}"].shape[2]] = state[f"{name}.{kind}.{i}"]
+        return self
+
+    def dequantize(
+        self, *, query_position: int | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens of K and V as a query at a position (default: the newest token's) sees them.
+
+        Returns:
+            k (B, H, length, D), v (B, H, length, D_v), neither smoothed nor rotated, in `dtype`
+            (default: the cache's), rounded once; 0 where a token does not count.
+        """
+        position = self.length - 1 if query_position is None else query_position
+        k = self._values(self.k, position, self.config.rotate, self.mean)
+        v = self._values(self.v, position, self.rotate_v, None)
+        if self.valid is not None:
+            counts = self.valid[:, None, : self.length, None]
+            k, v = torch.where(counts, k, 0.0), torch.where(counts, v, 0.0)
+        dtype = self.dtype if dtype is None else dtype
+        return k.to(dtype), v.to(dtype)
+
+    # ---- within
+
+    def _copies(self, high: str, low: str, head_dim: int) -> Copies:
+        one = self.full or high == low or not (self.ring or self.sink)
+        every = high if self.full else low
+        for name in {high, low}:
+            if get_format(name).bits == 4 and head_dim % 2:
+                raise ValueError(f"{name} packs two codes a byte and needs an even head dim, "
+                                 f"got {head_dim}")
+
+        def store(name: str, tokens: int) -> Store:
+            return Store(get_format(name), self.batch, self.kv_heads, tokens, head_dim, self.dtype,
+                         self.device)
+
+        return Copies(
+            store(every, self.capacity),
+            None if one or not self.ring else store(high, self.ring),
+            # One token more, where what does not belong there goes
+            None if one or not self.sink else store(high, self.sink + 1),
+        )
+
+    def _allocate(self, tokens: int) -> None:
+        if tokens <= self.capacity:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"max_len: {tokens} tokens need more than the {self.capacity} that "
+                               "are allocated, which a CUDA graph's capture forbids")
+        self.capacity = TILE * tile_count(max(tokens, 2 * self.capacity))
+        self.k.low.grow(self.capacity)
+        self.v.low.grow(self.capacity)
+        if self.valid is not None:
+            self.valid = torch.nn.functional.pad(
+                self.valid, (0, self.capacity - self.valid.shape[1])
+            )
+
+    def _positions(self, n: int) -> torch.Tensor:
+        """Of the next n tokens, (n,), from the length on the device."""
+        return self.lengths[0] + torch.arange(n, device=self.device)
+
+    def _mark(self, n: int, mask: torch.Tensor | None) -> None:
+        """Which of the next n tokens count, and which is the first of each row."""
+        if mask is None:
+            begins, first = self.starts < 0, self.lengths
+        else:
+            begins = (self.starts < 0) & mask.any(1)
+            first = self.lengths + mask.int().argmax(1).int()
+            if self.valid is None:
+                self.valid = torch.zeros(self.batch, self.capacity, dtype=torch.bool,
+                                         device=self.device)
+                self.valid[:, : self.length] = True
+        if self.valid is not None:
+            counts = self.valid.new_ones(self.batch, n) if mask is None else mask
+            self.valid.index_copy_(1, self._positions(n), counts)
+        self.starts.copy_(torch.where(begins, first, self.starts))
+
+    def _write(
+        self, copies: Copies, x: torch.Tensor, rotated: bool, mean: torch.Tensor | None
+    ) -> None:
+        """The next tokens' copies, each where it belongs."""
+        n = x.shape[2]
+        positions = self._positions(n)
+        near = copies.newest or copies.first
+        high = "none" if near is None else near.format.name
+        high_copy, low_copy = quantize_pair(
+            x, high, copies.low.format.name, mean=mean, rotate=rotated,
+            scale_rule=self.config.scale_rule,
+        )
+        copies.low.write(positions, encode(low_copy, x))
+        parts = encode(high_copy, x)
+        if copies.newest is not None:
+            kept = slice(max(0, n - self.ring), n)
+            copies.newest.write(positions[kept] % self.ring, tuple(p[:, :, kept] for p in parts))
+        if copies.first is not None:
+            index, inside = self._among_first(positions)
+            copies.first.write(torch.where(inside, index, self.sink), parts)
+
+    def _among_first(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index in the store of the first tokens, (B, n), and whether a position belongs there."""
+        starts = self.starts[:, None].long()
+        begin = (starts >> 7) << 7
+        end = ((starts + self.config.sink + TILE - 1) >> 7) << 7
+        inside = (starts >= 0) & (positions >= begin) & (positions < end)
+        return positions - begin, inside
+
+    def _drop(self) -> None:
+        """High copies that have left the ring are gone."""
+        if self.length:
+            self.high_from = max(self.high_from, ((self.length - 1) >> 7 << 7) - self.diag)
+
+    def _values(
+        self, copies: Copies, position: int, rotated: bool, mean: torch.Tensor | None
+    ) -> torch.Tensor:
+        """float32 values of all tokens, each in its class for a query at `position`."""
+
+        def original(store: Store, at: slice | torch.Tensor) -> torch.Tensor:
+            x = store.values(at)
+            if not store.format.quantised:
+                return x
+            x = rotate(x) if rotated else x
+            return x if mean is None else x + mean
+
+        out = original(copies.low, slice(0, self.length))
+        positions = torch.arange(self.length, device=self.device)
+        if copies.newest is not None:
+            own = position >> 7 << 7
+            near = positions[max(own - self.diag + TILE, self.high_from) : max(own + self.diag, 0)]
+            out[:, :, near] = original(copies.newest, near % self.ring)
+        if copies.first is not None and self.length:
+            index, inside = self._among_first(positions)
+            first = original(copies.first, slice(0, self.sink))
+            at = index.clamp(0, self.sink - 1)[:, None, :, None].expand(out.shape)
+            out = torch.where(inside[:, None, :, None], first.gather(2, at), out)
+        return out
+
+    def _check_new(
+        self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> None:
+        n = k.shape[2] if isinstance(k, torch.Tensor) and k.dim() == 4 else -1
+        for name, x, dim in (("k", k, self.head_dims[0]), ("v", v, self.head_dims[1])):
+            shape = (self.batch, self.kv_heads, n, dim)
+            if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape:
+                got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ValueError(f"{name}: expected (batch {self.batch}, heads {self.kv_heads}, S, "
+                                 f"{dim}), with k's S, got {got}")
+            if x.dtype != self.dtype or x.device != self.device:
+                raise TypeError(f"{name}: expected {self.dtype} on {self.device}, "
+                                f"got {x.dtype} on {x.device}")
+        if mask is not None:
+            if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+                raise TypeError("key_padding_mask: expected a bool tensor")
+            if tuple(mask.shape) != (self.batch, n) or mask.device != self.device:
+                raise ValueError(f"key_padding_mask: expected {(self.batch, n)} on {self.device}, "
+                                 f"got {tuple(mask.shape)} on {mask.device}")
+
+
+def _check_size(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
