@@ -22,6 +22,7 @@ LAYER = {
     "quant": 2,
     "attention": 3,
     "cache": 4,
+    "decode": 4,
     "integrations": 5,
     "evaluation": 6,
     "bench": 6,

@@ -1,0 +1,97 @@
+"""Attention over a `MixedKVCache`: up to 16 queries, which stay in 16 bits.
+
+    out_i = softmax(scale * q_i K_i^T) V_i      K_i, V_i: the cache as query i's tile sees it
+
+Queries in one tile of 128 positions see every key in the same precision, so a call is one or two
+dense problems.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .attention import validate as check
+from .attention.api import dma_attention
+from .cache import MixedKVCache
+from .config import DMAConfig
+from .device import use_triton
+
+MOST_QUERIES = 16
+_OFF = DMAConfig.preset("off")
+
+
+def dma_attention_with_kvcache(
+    q: torch.Tensor,
+    cache: MixedKVCache,
+    *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    scale: float | None = None,
+    window_size: int | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of the newest tokens' queries over a cache.
+
+    Args:
+        q: (B, H_q, S, D), S up to 16, the queries of the newest S tokens, in the cache's dtype;
+            H_q a multiple of the cache's heads.
+        cache: Keys and values; k and v are appended to it first.
+        k, v: (B, H_kv, S_new, D) and (B, H_kv, S_new, D_v), or neither.
+        scale: Softmax scale, D ** -0.5 by default.
+        window_size: The most recent keys that a query sees, itself included.
+        return_lse: Also return the natural-log LSE, float32 (B, H_q, S); -inf for a query without
+            keys that count, whose output is 0.
+        out: (B, H_q, S, D_v) to write the result to.
+        impl: "reference" (PyTorch) or "auto".
+
+    Returns:
+        The output, q's dtype, or (output, LSE).
+
+    Raises:
+        TypeError, ValueError: an argument is not what is described above.
+        NotImplementedError: more than 16 queries, or a GPU.
+    """
+    if not isinstance(cache, MixedKVCache):
+        raise TypeError(f"cache: expected a MixedKVCache, got {type(cache).__name__}")
+    check.check_tensors({"q": q}, 4, "(B, H, S, D)")
+    if q.dtype != cache.dtype or q.device != cache.device:
+        raise TypeError(f"q: expected {cache.dtype} on {cache.device}, got {q.dtype} on {q.device}")
+    if q.shape[0] != cache.batch or q.shape[3] != cache.head_dims[0]:
+        raise ValueError(f"q: expected batch {cache.batch} and head dim {cache.head_dims[0]}, "
+                         f"got {tuple(q.shape)}")
+    check.check_heads(q.shape[1], cache.kv_heads)
+    if (k is None) != (v is None):
+        raise ValueError("k, v: expected both or neither")
+    n = q.shape[2]
+    new = 0 if k is None else k.shape[2]
+    if n > cache.length + new:
+        raise ValueError(f"q: expected at most as many queries as tokens, {cache.length + new}, "
+                         f"got {n}")
+    if n > MOST_QUERIES:
+        raise NotImplementedError(f"q: expected at most {MOST_QUERIES} queries, got {n}")
+    if use_triton(q.device, impl):
+        raise NotImplementedError('impl: only "reference" is built')
+    shape = (*q.shape[:3], cache.head_dims[1])
+    check.check_out(out, shape, q, {"q": None})
+    scale = check.check_scale(scale, q.shape[3])
+    check.check_window(window_size, True)
+    if k is not None and v is not None:
+        cache.append(k, v)
+    result = q.new_empty(shape) if out is None else out
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    begin = cache.length - n
+    while begin < cache.length:
+        end = min((begin | 127) + 1, cache.length)
+        keys, values = cache.dequantize(query_position=begin, dtype=torch.float32)
+        rows = slice(begin - cache.length + n, end - cache.length + n)
+        part, part_lse = dma_attention(
+            q[:, :, rows].float(), keys[:, :, :end], values[:, :, :end], is_causal=True,
+            scale=scale, config=_OFF, window_size=window_size, return_lse=True, impl="reference",
+            key_padding_mask=None if cache.valid is None else cache.valid[:, :end],
+        )
+        result[:, :, rows] = part.to(q.dtype)
+        lse[:, :, rows] = part_lse
+        begin = end
+    return (result, lse) if return_lse else result

@@ -1,0 +1,130 @@
+"""Attention over a cache: the law of a decode step, written out densely."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dma_attn import DMAConfig, dma_attention
+from dma_attn.cache import MixedKVCache
+from dma_attn.decode import dma_attention_with_kvcache
+from dma_attn.testing import assert_rel_l2
+
+DEFAULT = DMAConfig(high="none", low="int4")
+
+
+def filled(
+    length: int, config: DMAConfig = DEFAULT, *, batch: int = 2, mask: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16, seed: int = 0, v: tuple[str, str] = ("none", "int4"),
+) -> tuple[MixedKVCache, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    cache = MixedKVCache(batch, 2, 64, head_dim_v=32, config=config, dtype=dtype, v_high=v[0],
+                         v_low=v[1])
+    keys = (torch.randn(batch, 2, length, 64, generator=generator) + 0.5).to(dtype)
+    values = torch.randn(batch, 2, length, 32, generator=generator).to(dtype)
+    cache.append(keys, values, key_padding_mask=mask)
+    return cache, keys, values
+
+
+def queries(
+    n: int, heads: int = 6, batch: int = 2, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(batch, heads, n, 64, generator=generator).to(dtype)
+
+
+def dense(
+    q: torch.Tensor, cache: MixedKVCache, scale: float, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp64, query by query, each over the cache as its own position sees it."""
+    outs, lses = [], []
+    n = q.shape[2]
+    for i in range(n):
+        p = cache.length - n + i
+        k, v = (x.double().repeat_interleave(q.shape[1] // 2, 1)
+                for x in cache.dequantize(query_position=p, dtype=torch.float32))
+        s = scale * torch.einsum("bhd,bhsd->bhs", q[:, :, i].double(), k)
+        j = torch.arange(cache.length)
+        seen = (j <= p) & (j > p - (window or cache.length + 1))
+        visible = seen[None] if cache.valid is None else seen & cache.valid[:, : cache.length]
+        s = s.masked_fill(~visible[:, None], -torch.inf)
+        lse = torch.logsumexp(s, -1)
+        weights = torch.exp(s - lse[..., None]).nan_to_num(0.0)
+        outs.append(torch.einsum("bhs,bhsd->bhd", weights, v))
+        lses.append(lse)
+    return torch.stack(outs, 2), torch.stack(lses, 2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 200], ids=str)
+@pytest.mark.parametrize("n", [1, 4, 16])
+@pytest.mark.parametrize("length", [16, 130, 384, 391, 700])
+def test_the_law(length: int, n: int, window: int | None) -> None:
+    """Also where queries lie in two tiles, and so see keys in other precisions."""
+    cache, _, _ = filled(length)
+    q = queries(n)
+    out, lse = dma_attention_with_kvcache(q, cache, scale=0.3, window_size=window, return_lse=True)
+    ref, ref_lse = dense(q, cache, 0.3, window)
+    assert_rel_l2(out.double(), ref, 5e-3)  # bf16
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_padding() -> None:
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    mask[0, :170], mask[1] = False, False
+    cache, _, _ = filled(300, mask=mask)
+    out, lse = dma_attention_with_kvcache(queries(3), cache, return_lse=True)
+    ref, ref_lse = dense(queries(3), cache, 0.125, None)
+    assert_rel_l2(out[0].double(), ref[0], 5e-3)
+    assert not out[1].any() and (lse[1] == -torch.inf).all()
+    torch.testing.assert_close(lse[0].double(), ref_lse[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_none_equals_16_bit_attention(dtype: torch.dtype) -> None:
+    cache, k, v = filled(333, DMAConfig(high="none", low="none"), dtype=dtype, v=("none", "none"))
+    q = queries(7, dtype=dtype)
+    ref = dma_attention(q, k, v, is_causal=True, config=DMAConfig.preset("off"), impl="reference")
+    assert_rel_l2(dma_attention_with_kvcache(q, cache), ref, 5e-3)
+
+
+def test_appends_first() -> None:
+    cache, k, v = filled(200)
+    other, _, _ = filled(200)
+    new_k, new_v = k[:, :, :5] * 2, v[:, :, :5] * 2
+    out = torch.empty(2, 6, 5, 32, dtype=torch.bfloat16)
+    result = dma_attention_with_kvcache(queries(5), cache, k=new_k, v=new_v, out=out)
+    other.append(new_k, new_v)
+    assert result is out and cache.length == 205
+    assert torch.equal(out, dma_attention_with_kvcache(queries(5), other))
+
+
+def test_case_100_no_dips_at_tile_edges() -> None:
+    """Error against 16-bit attention stays level over lengths 1 to 300, but for the known step."""
+    cache = MixedKVCache(1, 2, 64, head_dim_v=32, config=DEFAULT, v_low="int4")
+    _, k, v = filled(300, batch=1)
+    q = queries(300, batch=1)
+    for n in range(300):
+        step = slice(n, n + 1)
+        out = dma_attention_with_kvcache(q[:, :, step], cache, k=k[:, :, step], v=v[:, :, step])
+        ref = dma_attention(q[:, :, step], k[:, :, : n + 1], v[:, :, : n + 1],
+                            config=DMAConfig.preset("off"), impl="reference")
+        cosine = torch.cosine_similarity(out.float().flatten(), ref.float().flatten(), 0)
+        assert cosine > (0.9999 if n < 256 else 0.99), n
+
+
+def test_bad_calls() -> None:
+    cache, k, v = filled(20)
+    q = queries(1)
+    for arguments, message in (
+        ({"k": k}, "both"), ({"window_size": 0}, "window_size"), ({"scale": "1"}, "scale"),
+        ({"out": torch.empty(1)}, "out"), ({"impl": "cuda"}, "impl"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            dma_attention_with_kvcache(q, cache, **arguments)  # type: ignore[arg-type]
+    for bad, message in ((queries(1, 5), "heads"), (queries(1).float(), "q:"),
+                         (queries(1)[:1], "batch"), (queries(16).repeat(1, 1, 2, 1), "queries")):
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+            dma_attention_with_kvcache(bad, cache)
+    with pytest.raises(TypeError, match="cache"):
+        dma_attention_with_kvcache(q, (k, v))  # type: ignore[arg-type]
+    assert cache.length == 20
