@@ -88,8 +88,11 @@ class MixedKVCache:
         self.capacity = TILE * tile_count(max_len or 0)
         self.k = self._copies(config.high, config.low, head_dim)
         self.v = self._copies(*self.v_formats, head_dim_v)
+        # Tokens, and the first of those that have high copies in the ring: what the device's
+        # `lengths` and `near` hold, which kernels and graphs go by
         self.length = 0
-        self.high_from = 0  # tokens from here on have high copies in the ring
+        self.high_from = 0
+        self.near = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.starts = torch.full_like(self.lengths, -1)  # first token that counts; -1: none yet
         self.mean: torch.Tensor | None = None
@@ -109,14 +112,13 @@ class MixedKVCache:
 
     def nbytes(self) -> int:
         """Bytes allocated."""
-        tensors = [self.lengths, self.starts, self.mean, self.valid]
+        tensors = [self.lengths, self.near, self.starts, self.mean, self.valid]
         tensors += [x for s in (*self.k.stores, *self.v.stores) for x in s.parts]
         return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
     def sync_length(self) -> int:
         """Read the length back from the device, as after a CUDA graph's replay; waits for it."""
-        self.length = int(self.lengths[0])
-        self._drop()
+        self.length, self.high_from = torch.cat((self.lengths[:1], self.near)).tolist()
         return self.length
 
     # ---- changes
@@ -163,6 +165,7 @@ class MixedKVCache:
         self.length = n
         self.lengths.fill_(n)
         self.high_from = min(self.high_from, n)
+        self.near.fill_(self.high_from)
         self.starts.masked_fill_(self.starts >= n, -1)
 
     def reorder(self, index: torch.Tensor | Sequence[int]) -> None:
@@ -189,6 +192,7 @@ class MixedKVCache:
         """Forget all tokens and K's mean; what is allocated stays."""
         self.length = self.high_from = 0
         self.lengths.zero_()
+        self.near.zero_()
         self.starts.fill_(-1)
         self.mean = self.valid = None
 
@@ -246,6 +250,7 @@ class MixedKVCache:
         )
         self.length, self.high_from = length, options["high_from"]
         self.lengths.fill_(length)
+        self.near.fill_(self.high_from)
         self.starts.copy_(state["starts"])
         self.mean = state.get("mean")
         if "valid" in state:
@@ -362,8 +367,9 @@ class MixedKVCache:
 
     def _drop(self) -> None:
         """High copies that have left the ring are gone."""
-        if self.length:
-            self.high_from = max(self.high_from, ((self.length - 1) >> 7 << 7) - self.diag)
+        self.high_from = max(self.high_from, ((self.length - 1) >> 7 << 7) - self.diag)
+        newest = ((self.lengths[:1] - 1) >> 7 << 7) - self.diag
+        torch.maximum(self.near, newest, out=self.near)
 
     def _values(
         self, copies: Copies, position: int, rotated: bool, mean: torch.Tensor | None

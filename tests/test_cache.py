@@ -115,6 +115,10 @@ def tokens(batch: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tens
 def check(cache: MixedKVCache, model: Model, position: int | None = None) -> None:
     n = model.k.shape[2]
     assert cache.length == n and cache.lengths.tolist() == [n] * model.k.shape[0]
+    assert cache.near.tolist() == [cache.high_from]
+    if model.config.diag != "full":
+        assert cache.high_from == model.high_from
+    assert cache.sync_length() == n
     out = cache.dequantize(query_position=position)
     ref = model.values(n - 1 if position is None else position)
     for x, y in zip(out, ref, strict=True):
