@@ -14,7 +14,8 @@ from .attention import validate as check
 from .attention.api import dma_attention
 from .cache import MixedKVCache
 from .config import DMAConfig
-from .device import use_triton
+from .device import device_guard, use_triton
+from .quant.transforms import rotate
 
 MOST_QUERIES = 16
 _OFF = DMAConfig.preset("off")
@@ -44,14 +45,14 @@ def dma_attention_with_kvcache(
         return_lse: Also return the natural-log LSE, float32 (B, H_q, S); -inf for a query without
             keys that count, whose output is 0.
         out: (B, H_q, S, D_v) to write the result to.
-        impl: "reference" (PyTorch) or "auto".
+        impl: "reference" (PyTorch), "triton" or "auto" (Triton on a GPU, PyTorch on a CPU).
 
     Returns:
         The output, q's dtype, or (output, LSE).
 
     Raises:
         TypeError, ValueError: an argument is not what is described above.
-        NotImplementedError: more than 16 queries, or a GPU.
+        NotImplementedError: more than 16 queries.
     """
     if not isinstance(cache, MixedKVCache):
         raise TypeError(f"cache: expected a MixedKVCache, got {type(cache).__name__}")
@@ -71,16 +72,19 @@ def dma_attention_with_kvcache(
                          f"got {n}")
     if n > MOST_QUERIES:
         raise NotImplementedError(f"q: expected at most {MOST_QUERIES} queries, got {n}")
-    if use_triton(q.device, impl):
-        raise NotImplementedError('impl: only "reference" is built')
+    triton = use_triton(q.device, impl)
     shape = (*q.shape[:3], cache.head_dims[1])
     check.check_out(out, shape, q, {"q": None})
     scale = check.check_scale(scale, q.shape[3])
-    check.check_window(window_size, True)
+    window = check.check_window(window_size, True)
     if k is not None and v is not None:
         cache.append(k, v)
     result = q.new_empty(shape) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if triton:
+        with device_guard(q.device):
+            _run(q, cache, scale, window, result, lse)
+        return (result, lse) if return_lse else result
     begin = cache.length - n
     while begin < cache.length:
         end = min((begin | 127) + 1, cache.length)
@@ -95,3 +99,28 @@ def dma_attention_with_kvcache(
         lse[:, :, rows] = part_lse
         begin = end
     return (result, lse) if return_lse else result
+
+
+def _run(
+    q: torch.Tensor, cache: MixedKVCache, scale: float, window: int, out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """The kernel, and what it wants of Q."""
+    from .attention.kernels import decode
+
+    if not out.numel():
+        return
+    turned = q.float()
+    shift = None
+    if cache.mean is not None:
+        mean = cache.mean.repeat_interleave(q.shape[1] // cache.kv_heads, 1)
+        shift = (turned * mean).sum(-1)
+    turned = rotate(turned) if cache.config.rotate else turned
+    layout = decode.Layout(
+        cache.lengths, cache.starts, cache.near, cache.valid,
+        cache.diag if any(x.newest for x in (cache.k, cache.v)) else 0,
+        cache.config.sink if any(x.first for x in (cache.k, cache.v)) else 0,
+        cache.capacity, cache.ring, cache.sink + 1 if cache.sink else 0,
+    )
+    decode.launch(q, turned.contiguous(), shift, cache.k, cache.v, cache.rotate_v, layout, scale,
+                  window, out, lse)

@@ -9,8 +9,10 @@ from dma_attn import DMAConfig, dma_attention
 from dma_attn.cache import MixedKVCache
 from dma_attn.decode import dma_attention_with_kvcache
 from dma_attn.testing import assert_rel_l2
+from tests.impls import DEVICE, each_impl, pick
 
 DEFAULT = DMAConfig(high="none", low="int4")
+BOUND = {"reference": 5e-3, "triton": 1e-2}  # a bf16 result; bf16 P, too
 
 
 def filled(
@@ -19,9 +21,9 @@ def filled(
 ) -> tuple[MixedKVCache, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     cache = MixedKVCache(batch, 2, 64, head_dim_v=32, config=config, dtype=dtype, v_high=v[0],
-                         v_low=v[1])
-    keys = (torch.randn(batch, 2, length, 64, generator=generator) + 0.5).to(dtype)
-    values = torch.randn(batch, 2, length, 32, generator=generator).to(dtype)
+                         v_low=v[1], device=DEVICE)
+    keys = (torch.randn(batch, 2, length, 64, generator=generator) + 0.5).to(DEVICE, dtype)
+    values = torch.randn(batch, 2, length, 32, generator=generator).to(DEVICE, dtype)
     cache.append(keys, values, key_padding_mask=mask)
     return cache, keys, values
 
@@ -30,7 +32,7 @@ def queries(
     n: int, heads: int = 6, batch: int = 2, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     generator = torch.Generator().manual_seed(9)
-    return torch.randn(batch, heads, n, 64, generator=generator).to(dtype)
+    return torch.randn(batch, heads, n, 64, generator=generator).to(DEVICE, dtype)
 
 
 def dense(
@@ -44,7 +46,7 @@ def dense(
         k, v = (x.double().repeat_interleave(q.shape[1] // 2, 1)
                 for x in cache.dequantize(query_position=p, dtype=torch.float32))
         s = scale * torch.einsum("bhd,bhsd->bhs", q[:, :, i].double(), k)
-        j = torch.arange(cache.length)
+        j = torch.arange(cache.length, device=DEVICE)
         seen = (j <= p) & (j > p - (window or cache.length + 1))
         visible = seen[None] if cache.valid is None else seen & cache.valid[:, : cache.length]
         s = s.masked_fill(~visible[:, None], -torch.inf)
@@ -55,43 +57,73 @@ def dense(
     return torch.stack(outs, 2), torch.stack(lses, 2)
 
 
+@each_impl
 @pytest.mark.parametrize("window", [None, 1, 200], ids=str)
-@pytest.mark.parametrize("n", [1, 4, 16])
-@pytest.mark.parametrize("length", [16, 130, 384, 391, 700])
-def test_the_law(length: int, n: int, window: int | None) -> None:
+@pytest.mark.parametrize("n", pick([1, 4, 16], [1, 16]))
+@pytest.mark.parametrize("length", pick([16, 130, 384, 391, 700], [16, 130, 391]))
+def test_the_law(length: int, n: int, window: int | None, impl: str) -> None:
     """Also where queries lie in two tiles, and so see keys in other precisions."""
     cache, _, _ = filled(length)
     q = queries(n)
-    out, lse = dma_attention_with_kvcache(q, cache, scale=0.3, window_size=window, return_lse=True)
+    out, lse = dma_attention_with_kvcache(q, cache, scale=0.3, window_size=window, return_lse=True,
+                                          impl=impl)
     ref, ref_lse = dense(q, cache, 0.3, window)
-    assert_rel_l2(out.double(), ref, 5e-3)  # bf16
-    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-5, atol=1e-5)
+    assert_rel_l2(out.double(), ref, BOUND[impl])
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-4, atol=1e-4)
 
 
-def test_padding() -> None:
+@each_impl
+@pytest.mark.parametrize("text, v", [
+    ("default", ("mxfp8", "nvfp4")), ("default,low=mxfp4,diag=256,sink=0", ("mxfp8_e5m2", "fp4")),
+    ("default,high=int8,low=fp4,diag=0,sink=256", ("none", "mxfp8")), ("mxfp8", ("none", "int4")),
+    ("default,diag=full", ("mxfp8", "none")), ("default,low=int4,rotate=false", ("int8", "int8")),
+    ("nvfp4,smooth_k=false", ("none", "none")),
+])
+def test_formats(text: str, v: tuple[str, str], impl: str) -> None:
+    cache, _, _ = filled(391, DMAConfig.parse(text), v=v)
+    q = queries(9)
+    out, lse = dma_attention_with_kvcache(q, cache, return_lse=True, impl=impl)
+    ref, ref_lse = dense(q, cache, 0.125, None)
+    assert_rel_l2(out.double(), ref, BOUND[impl])
+    torch.testing.assert_close(lse.double(), ref_lse, rtol=1e-4, atol=1e-4)
+
+
+@each_impl
+@pytest.mark.parametrize("kept", [100, 260, 384])
+def test_cropped(kept: int, impl: str) -> None:
+    cache, k, v = filled(391)
+    cache.crop(kept)
+    cache.append(k[:, :, :20], v[:, :, :20])
+    out = dma_attention_with_kvcache(queries(16), cache, impl=impl)
+    assert_rel_l2(out.double(), dense(queries(16), cache, 0.125, None)[0], BOUND[impl])
+
+
+@each_impl
+def test_padding(impl: str) -> None:
     mask = torch.ones(2, 300, dtype=torch.bool)
     mask[0, :170], mask[1] = False, False
-    cache, _, _ = filled(300, mask=mask)
-    out, lse = dma_attention_with_kvcache(queries(3), cache, return_lse=True)
+    cache, _, _ = filled(300, mask=mask.to(DEVICE))
+    out, lse = dma_attention_with_kvcache(queries(3), cache, return_lse=True, impl=impl)
     ref, ref_lse = dense(queries(3), cache, 0.125, None)
-    assert_rel_l2(out[0].double(), ref[0], 5e-3)
+    assert_rel_l2(out[0].double(), ref[0], BOUND[impl])
     assert not out[1].any() and (lse[1] == -torch.inf).all()
-    torch.testing.assert_close(lse[0].double(), ref_lse[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[0].double(), ref_lse[0], rtol=1e-4, atol=1e-4)
 
 
+@each_impl
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_none_equals_16_bit_attention(dtype: torch.dtype) -> None:
+def test_none_equals_16_bit_attention(dtype: torch.dtype, impl: str) -> None:
     cache, k, v = filled(333, DMAConfig(high="none", low="none"), dtype=dtype, v=("none", "none"))
     q = queries(7, dtype=dtype)
     ref = dma_attention(q, k, v, is_causal=True, config=DMAConfig.preset("off"), impl="reference")
-    assert_rel_l2(dma_attention_with_kvcache(q, cache), ref, 5e-3)
+    assert_rel_l2(dma_attention_with_kvcache(q, cache, impl=impl), ref, BOUND[impl])
 
 
 def test_appends_first() -> None:
     cache, k, v = filled(200)
     other, _, _ = filled(200)
     new_k, new_v = k[:, :, :5] * 2, v[:, :, :5] * 2
-    out = torch.empty(2, 6, 5, 32, dtype=torch.bfloat16)
+    out = torch.empty(2, 6, 5, 32, dtype=torch.bfloat16, device=DEVICE)
     result = dma_attention_with_kvcache(queries(5), cache, k=new_k, v=new_v, out=out)
     other.append(new_k, new_v)
     assert result is out and cache.length == 205
@@ -100,7 +132,7 @@ def test_appends_first() -> None:
 
 def test_case_100_no_dips_at_tile_edges() -> None:
     """Error against 16-bit attention stays level over lengths 1 to 300, but for the known step."""
-    cache = MixedKVCache(1, 2, 64, head_dim_v=32, config=DEFAULT, v_low="int4")
+    cache = MixedKVCache(1, 2, 64, head_dim_v=32, config=DEFAULT, device=DEVICE)
     _, k, v = filled(300, batch=1)
     q = queries(300, batch=1)
     for n in range(300):
@@ -128,3 +160,19 @@ def test_bad_calls() -> None:
     with pytest.raises(TypeError, match="cache"):
         dma_attention_with_kvcache(q, (k, v))  # type: ignore[arg-type]
     assert cache.length == 20
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("text, v, head_dim", [
+    ("default,high=none,low=int4", ("none", "int4"), 128), ("default", ("mxfp8", "nvfp4"), 64),
+])
+def test_compiles(capability: int, text: str, v: tuple[str, str], head_dim: int) -> None:
+    pytest.importorskip("triton")
+    from tests.compiling import compile_only
+
+    cache = MixedKVCache(2, 2, head_dim, config=DMAConfig.parse(text), v_high=v[0], v_low=v[1])
+    keys = torch.zeros(2, 2, 300, head_dim, dtype=torch.bfloat16)
+    cache.append(keys, keys)
+    with compile_only(capability) as kernels:
+        dma_attention_with_kvcache(keys[:, :, :1], cache, impl="triton")
+    assert [x.metadata.name for x in kernels] == ["_decode_kernel", "_combine_kernel"]

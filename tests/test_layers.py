@@ -39,6 +39,7 @@ BELOW_KERNELS = {
     KERNELS,
     f"{KERNELS}.tiles",
     f"{KERNELS}.tuning",
+    f"{KERNELS}.combine",
     f"{KERNELS}.hopper",
     f"{KERNELS}.hopper_blocks",
     f"{KERNELS}.hopper_step",
