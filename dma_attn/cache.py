@@ -13,11 +13,11 @@ size; the first tokens of a row, which may begin anywhere (left padding), in a s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from .cache_state import load, save
 from .config import DMAConfig
 from .formats import get_format
 from .quant.api import quantize_pair
@@ -206,25 +206,7 @@ class MixedKVCache:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors only (safetensors-ready), of the tokens there are; options as JSON's bytes."""
-        options = {
-            "config": self.config.to_dict(), "v_formats": self.v_formats,
-            "rotate_v": self.rotate_v, "dtype": str(self.dtype).removeprefix("torch."),
-            "sizes": [self.batch, self.kv_heads, *self.head_dims],
-            "length": self.length, "high_from": self.high_from,
-        }
-        state = {"options": torch.tensor(list(json.dumps(options).encode()), dtype=torch.uint8),
-                 "starts": self.starts}
-        if self.mean is not None:
-            state["mean"] = self.mean
-        if self.valid is not None:
-            state["valid"] = self.valid[:, : self.length]
-        for name, op in (("k", self.k), ("v", self.v)):
-            for kind in ("low", "newest", "first"):
-                store = getattr(op, kind)
-                for i, part in enumerate(() if store is None else store.parts):
-                    state[f"{name}.{kind}.{i}"] = (part[:, :, : self.length] if kind == "low"
-                                                   else part).contiguous()
-        return state
+        return save(self)
 
     @classmethod
     def from_state_dict(
@@ -235,33 +217,7 @@ class MixedKVCache:
         Raises:
             ValueError: a key is missing.
         """
-        missing = {"options", "starts"} - set(state)
-        if missing:
-            raise ValueError(f"state: expected a cache's state_dict(), no {sorted(missing)}")
-        options = json.loads(bytes(state["options"].tolist()))
-        batch, heads, dim, dim_v = options["sizes"]
-        v_high, v_low = options["v_formats"]
-        length = options["length"]
-        self = cls(
-            batch, heads, dim, max(length, max_len or 0), head_dim_v=dim_v,
-            config=DMAConfig(**options["config"]), v_high=v_high, v_low=v_low,
-            rotate_v=options["rotate_v"], dtype=getattr(torch, options["dtype"]),
-            device=state["starts"].device,
-        )
-        self.length, self.high_from = length, options["high_from"]
-        self.lengths.fill_(length)
-        self.near.fill_(self.high_from)
-        self.starts.copy_(state["starts"])
-        self.mean = state.get("mean")
-        if "valid" in state:
-            self.valid = self.starts.new_zeros(batch, self.capacity, dtype=torch.bool)
-            self.valid[:, :length] = state["valid"]
-        for name, op in (("k", self.k), ("v", self.v)):
-            for kind in ("low", "newest", "first"):
-                store = getattr(op, kind)
-                for i, part in enumerate(() if store is None else store.parts):
-                    part[:, :, : state[f"{name}.{kind}.{i}"].shape[2]] = state[f"{name}.{kind}.{i}"]
-        return self
+        return load(cls, state, max_len)
 
     def dequantize(
         self, *, query_position: int | None = None, dtype: torch.dtype | None = None
@@ -273,6 +229,17 @@ class MixedKVCache:
             (default: the cache's), rounded once; 0 where a token does not count.
         """
         position = self.length - 1 if query_position is None else query_position
+        return self._dequantised(position, dtype)
+
+    def best(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`dequantize()` with each token in the best copy there is."""
+        return self._dequantised(None, None)
+
+    # ---- within
+
+    def _dequantised(
+        self, position: int | None, dtype: torch.dtype | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         k = self._values(self.k, position, self.config.rotate, self.mean)
         v = self._values(self.v, position, self.rotate_v, None)
         if self.valid is not None:
@@ -280,8 +247,6 @@ class MixedKVCache:
             k, v = torch.where(counts, k, 0.0), torch.where(counts, v, 0.0)
         dtype = self.dtype if dtype is None else dtype
         return k.to(dtype), v.to(dtype)
-
-    # ---- within
 
     def _copies(self, high: str, low: str, head_dim: int) -> Copies:
         one = self.full or high == low or not (self.ring or self.sink)
@@ -354,10 +319,10 @@ class MixedKVCache:
             kept = slice(max(0, n - self.ring), n)
             copies.newest.write(positions[kept] % self.ring, tuple(p[:, :, kept] for p in parts))
         if copies.first is not None:
-            index, inside = self._among_first(positions)
+            index, inside = self.among_first(positions)
             copies.first.write(torch.where(inside, index, self.sink), parts)
 
-    def _among_first(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def among_first(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Index in the store of the first tokens, (B, n), and whether a position belongs there."""
         starts = self.starts[:, None].long()
         begin = (starts >> 7) << 7
@@ -372,9 +337,10 @@ class MixedKVCache:
         torch.maximum(self.near, newest, out=self.near)
 
     def _values(
-        self, copies: Copies, position: int, rotated: bool, mean: torch.Tensor | None
+        self, copies: Copies, position: int | None, rotated: bool, mean: torch.Tensor | None
     ) -> torch.Tensor:
-        """float32 values of all tokens, each in its class for a query at `position`."""
+        """float32 values of all tokens, each in its class for a query at `position`; None: in the
+        best copy there is."""
 
         def original(store: Store, at: slice | torch.Tensor) -> torch.Tensor:
             x = store.values(at)
@@ -386,11 +352,14 @@ class MixedKVCache:
         out = original(copies.low, slice(0, self.length))
         positions = torch.arange(self.length, device=self.device)
         if copies.newest is not None:
-            own = position >> 7 << 7
-            near = positions[max(own - self.diag + TILE, self.high_from) : max(own + self.diag, 0)]
+            near = positions[self.high_from :]
+            if position is not None:
+                own = position >> 7 << 7
+                lo = max(own - self.diag + TILE, self.high_from)
+                near = positions[lo : max(own + self.diag, 0)]
             out[:, :, near] = original(copies.newest, near % self.ring)
         if copies.first is not None and self.length:
-            index, inside = self._among_first(positions)
+            index, inside = self.among_first(positions)
             first = original(copies.first, slice(0, self.sink))
             at = index.clamp(0, self.sink - 1)[:, None, :, None].expand(out.shape)
             out = torch.where(inside[:, None, :, None], first.gather(2, at), out)

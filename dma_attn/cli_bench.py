@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from enum import Enum
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -79,7 +80,7 @@ def prefill(
 
     facts = _facts()
     configs = _configs(config or CONFIGS)
-    peers = _peers(peer or list(PEERS))
+    peers = _known(peer or list(PEERS), PEERS, "--peer")
     workloads = [
         Workload(1 if mask else 2, 32, 8, n, d, mask)
         for d in head_dim or [128, 64]
@@ -97,6 +98,59 @@ def prefill(
     _table("Prefill", PREFILL_COLUMNS, prefill_cells(rows))
     _table("Aims: times as fast, or as exact, as the best of the others", CLAIM_COLUMNS,
            claim_cells(verdicts))
+    if not all(verdict.holds for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+@app.command()
+def decode(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="BxS", help="Batch and tokens of the cache (repeatable)."),
+    ] = None,
+    queries: Annotated[
+        list[int] | None, typer.Option(min=1, max=16, help="Tokens of a step (repeatable).")
+    ] = None,
+    cache: Annotated[
+        list[str] | None, typer.Option("--cache", help="A cache (repeatable).")
+    ] = None,
+    peer: PeerOption = None,
+    rounds: RoundsOption = 5,
+    seconds: SecondsOption = 0.05,
+    out: OutOption = RESULTS,
+) -> None:
+    """A decode step of 32 query and 8 KV heads over mixed-precision caches. Exit code 1 when a
+    speed that the project aims at is missed, or could not be checked.
+
+    Example: dma-attn bench decode --shape 16x32768 --queries 1
+    """
+    from .bench.decode import CACHES, PEERS, DecodeRow, DecodeWorkload, judge_decode, measure_decode
+    from .bench.results import (
+        DECODE_CLAIM_COLUMNS,
+        DECODE_COLUMNS,
+        decode_cells,
+        decode_claim_cells,
+        write_csv,
+    )
+
+    facts = _facts()
+    shapes = [_shape(text) for text in shape or ["16x32768", "1x131072", "1x16384", "1x4096"]]
+    caches = _known(cache or list(CACHES), CACHES, "--cache", none=False)
+    peers = _known(peer or list(PEERS), PEERS, "--peer")
+    rows: list[DecodeRow] = []
+    for batch, length in shapes:
+        for n in queries or [1, 4]:
+            workload = DecodeWorkload(batch, length, n)
+            typer.echo(str(workload), err=True)
+            rows += measure_decode(workload, caches, peers, rounds, seconds,
+                                   notify=lambda text: typer.echo(text, err=True))
+            verdicts = judge_decode(rows)
+            write_csv(out / "decode.csv", facts, DECODE_COLUMNS, decode_cells(rows))
+            write_csv(out / "decode_claims.csv", facts, DECODE_CLAIM_COLUMNS,
+                      decode_claim_cells(verdicts))
+    _table("Decode", DECODE_COLUMNS, decode_cells(rows))
+    _table("Aims: times as fast as the best of the others", DECODE_CLAIM_COLUMNS,
+           decode_claim_cells(verdicts))
     if not all(verdict.holds for verdict in verdicts):
         raise typer.Exit(1)
 
@@ -169,12 +223,13 @@ def error(
         load_capture,
         measure_errors,
     )
+    from .bench.peers import PEERS
     from .bench.prefill import FA3_FP8
     from .bench.results import ERROR_COLUMNS, error_cells, write_csv
 
     facts = _facts()
     configs = _configs(config or CONFIGS)
-    peers = _peers(peer or COMPARED)
+    peers = _known(peer or COMPARED, PEERS, "--peer")
     _check_files([file], "FILE")
     try:
         layers = load_capture(file)
@@ -280,17 +335,26 @@ def _configs(texts: Sequence[str]) -> Sequence[str]:
     return texts
 
 
-def _peers(names: Sequence[str]) -> Sequence[str]:
-    """The same, once each is known to be a peer; none for "none"."""
-    from .bench.peers import PEERS
-
-    if list(names) == ["none"]:
+def _known(
+    names: Sequence[str], known: Collection[str], option: str, none: bool = True
+) -> Sequence[str]:
+    """The same, once each is known; none for "none"."""
+    if none and list(names) == ["none"]:
         return []
-    if unknown := [name for name in names if name not in PEERS]:
+    if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(
-            f"expected one of {list(PEERS)} or none, got {unknown[0]!r}", param_hint="--peer"
+            f"expected one of {list(known)}{' or none' * none}, got {unknown[0]!r}",
+            param_hint=option,
         )
     return names
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """Batch and length of "16x32768"."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise typer.BadParameter(f"expected BxS like 16x32768, got {text!r}", param_hint="--shape")
+    return int(match[1]), int(match[2])
 
 
 def _check_files(files: Sequence[Path], hint: str) -> None:

@@ -1,9 +1,9 @@
-"""Attention over a `MixedKVCache`: up to 16 queries, which stay in 16 bits.
+"""Attention over a `MixedKVCache`: up to 16 queries stay in 16 bits, more are a prefill.
 
     out_i = softmax(scale * q_i K_i^T) V_i      K_i, V_i: the cache as query i's tile sees it
 
-Queries in one tile of 128 positions see every key in the same precision, so a call is one or two
-dense problems.
+Queries in one tile of 128 positions see every key in the same precision, so a call of few is one or
+two dense problems.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 
 from .attention import validate as check
-from .attention.api import dma_attention
+from .attention.api import dma_attention, dma_attention_prepared
 from .cache import MixedKVCache
+from .chunk import append_and_prepare
 from .config import DMAConfig
 from .device import device_guard, use_triton
 from .quant.transforms import rotate
@@ -27,6 +28,7 @@ def dma_attention_with_kvcache(
     *,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
     scale: float | None = None,
     window_size: int | None = None,
     return_lse: bool = False,
@@ -36,10 +38,13 @@ def dma_attention_with_kvcache(
     """Causal attention of the newest tokens' queries over a cache.
 
     Args:
-        q: (B, H_q, S, D), S up to 16, the queries of the newest S tokens, in the cache's dtype;
-            H_q a multiple of the cache's heads.
+        q: (B, H_q, S, D), the queries of the newest S tokens, in the cache's dtype; H_q a multiple
+            of the cache's heads. Up to 16 are used as they are, against what the cache keeps. More
+            are quantised like the cache's K, and see the tokens of k and v before any of them has
+            lost its high copy, and v itself.
         cache: Keys and values; k and v are appended to it first.
         k, v: (B, H_kv, S_new, D) and (B, H_kv, S_new, D_v), or neither.
+        key_padding_mask: bool (B, S_new), True = a new token that counts; None: all do.
         scale: Softmax scale, D ** -0.5 by default.
         window_size: The most recent keys that a query sees, itself included.
         return_lse: Also return the natural-log LSE, float32 (B, H_q, S); -inf for a query without
@@ -52,7 +57,6 @@ def dma_attention_with_kvcache(
 
     Raises:
         TypeError, ValueError: an argument is not what is described above.
-        NotImplementedError: more than 16 queries.
     """
     if not isinstance(cache, MixedKVCache):
         raise TypeError(f"cache: expected a MixedKVCache, got {type(cache).__name__}")
@@ -65,20 +69,26 @@ def dma_attention_with_kvcache(
     check.check_heads(q.shape[1], cache.kv_heads)
     if (k is None) != (v is None):
         raise ValueError("k, v: expected both or neither")
+    if k is None and key_padding_mask is not None:
+        raise ValueError("key_padding_mask: expected None without k and v")
     n = q.shape[2]
     new = 0 if k is None else k.shape[2]
     if n > cache.length + new:
         raise ValueError(f"q: expected at most as many queries as tokens, {cache.length + new}, "
                          f"got {n}")
-    if n > MOST_QUERIES:
-        raise NotImplementedError(f"q: expected at most {MOST_QUERIES} queries, got {n}")
     triton = use_triton(q.device, impl)
     shape = (*q.shape[:3], cache.head_dims[1])
     check.check_out(out, shape, q, {"q": None})
     scale = check.check_scale(scale, q.shape[3])
     window = check.check_window(window_size, True)
+    if n > MOST_QUERIES:
+        prepared = append_and_prepare(cache, k, v, key_padding_mask)
+        return dma_attention_prepared(
+            q, prepared, is_causal=True, scale=scale, window_size=window_size,
+            return_lse=return_lse, out=out, impl=impl,
+        )
     if k is not None and v is not None:
-        cache.append(k, v)
+        cache.append(k, v, key_padding_mask=key_padding_mask)
     result = q.new_empty(shape) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if triton:
@@ -124,3 +134,7 @@ def _run(
     )
     decode.launch(q, turned.contiguous(), shift, cache.k, cache.v, cache.rotate_v, layout, scale,
                   window, out, lse)
+
+
+def attend_cache(q, cache, k, v, **arguments):  # type: ignore[no-untyped-def]
+    return dma_attention_with_kvcache(q, cache, k=k, v=v, **arguments)

@@ -34,7 +34,8 @@ class Peer:
     given_codes: bool = False
 
 
-def _module(name: str, package: str) -> object:
+def module(name: str, package: str) -> Any:
+    """An installed peer's module; raises `PeerMissing` where it does not import."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # a broken extension module raises anything
@@ -69,14 +70,14 @@ def _repeated(inputs: Inputs) -> Inputs:
 
 
 def _fa3(inputs: Inputs, causal: bool) -> Call:
-    module = _module("fa3_fwd_interface", "fa3-fwd")
+    fa3 = module("fa3_fwd_interface", "fa3-fwd")
     q, k, v = (x.transpose(1, 2).contiguous() for x in inputs)
-    return lambda: _first(module.flash_attn_func(q, k, v, causal=causal))  # type: ignore[attr-defined]
+    return lambda: _first(fa3.flash_attn_func(q, k, v, causal=causal))
 
 
 def _fa3_fp8(inputs: Inputs, causal: bool) -> Call:
     """Per-head scales from the largest value, the most that FA3's interface takes."""
-    module = _module("fa3_fwd_interface", "fa3-fwd")
+    fa3 = module("fa3_fwd_interface", "fa3-fwd")
     q, k, v = (x.transpose(1, 2).contiguous() for x in inputs)
     batch, kv_heads = k.shape[0], k.shape[2]
     codes, scales = [], []
@@ -87,13 +88,13 @@ def _fa3_fp8(inputs: Inputs, causal: bool) -> Call:
         codes.append((x.float() / per_head).to(torch.float8_e4m3fn))
         scales.append(scale.reshape(batch, kv_heads))
     arguments = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
-    return lambda: _first(module.flash_attn_func(*codes, causal=causal, **arguments))  # type: ignore[attr-defined]
+    return lambda: _first(fa3.flash_attn_func(*codes, causal=causal, **arguments))
 
 
 def _cudnn_fp8(inputs: Inputs, causal: bool) -> Call:
     """One scale a tensor, which is what cuDNN's FP8 attention takes; P times 256; on Hopper the
     output is FP8 too, scaled by the largest value of a first call."""
-    cudnn: Any = _module("cudnn", "nvidia-cudnn-frontend")
+    cudnn = module("cudnn", "nvidia-cudnn-frontend")
     kinds = cudnn.data_type
     handle = cudnn.create_handle()
     graph = cudnn.pygraph(
@@ -148,9 +149,9 @@ def _cudnn_fp8(inputs: Inputs, causal: bool) -> Call:
 
 
 def _sage(inputs: Inputs, causal: bool) -> Call:
-    module = _module("sageattention", "sageattention")
+    sage = module("sageattention", "sageattention")
     q, k, v = (x.half() for x in _repeated(inputs))
-    return lambda: module.sageattn(q, k, v, is_causal=causal)  # type: ignore[attr-defined]
+    return lambda: sage.sageattn(q, k, v, is_causal=causal)
 
 
 def _flex(inputs: Inputs, causal: bool) -> Call:

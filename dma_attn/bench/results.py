@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .compile import CompileRow
+from .decode import DecodeRow, DecodeVerdict
 from .error import ErrorRow
 from .prefill import Row, Verdict
 from .quantise import QuantRow, QuantVerdict
@@ -18,6 +19,8 @@ QUANT_CLAIM_COLUMNS = ("length", "aim", "ratio", "must", "holds")
 QUANT_COLUMNS = ("length", "candidate", "ms", "spread_percent", "gb_per_s", "share_of_copy",
                  "time_in_copies")
 ERROR_COLUMNS = ("layer", "candidate", "error")
+DECODE_COLUMNS = ("workload", "candidate", "us", "spread_percent", "mb", "gb_per_s", "error")
+DECODE_CLAIM_COLUMNS = ("workload", "candidate", "against", "ratio", "must", "target", "holds")
 COMPILE_COLUMNS = ("head_dim", "config", "seconds", "kernels_first_call", "kernels_all_calls")
 
 
@@ -61,6 +64,25 @@ def quant_claim_cells(verdicts: Iterable[QuantVerdict]) -> list[list[str]]:
 def error_cells(rows: Iterable[ErrorRow]) -> list[list[str]]:
     """One line a candidate in a layer, in the order of `ERROR_COLUMNS`."""
     return [[r.layer, r.candidate, f"{r.error:.5f}"] for r in rows]
+
+
+def decode_cells(rows: Iterable[DecodeRow]) -> list[list[str]]:
+    """One line a measured candidate, in the order of `DECODE_COLUMNS`."""
+    return [
+        [str(r.workload), r.candidate, f"{1000 * r.timing.ms:.1f}", f"{100 * r.timing.spread:.1f}",
+         f"{r.bytes / 1e6:.0f}", f"{r.gbytes_per_s:.0f}", f"{r.error:.4f}"]
+        for r in rows
+    ]
+
+
+def decode_claim_cells(verdicts: Iterable[DecodeVerdict]) -> list[list[str]]:
+    """One line an aim on a workload, in the order of `DECODE_CLAIM_COLUMNS`."""
+    return [
+        [str(v.workload), v.candidate, " / ".join(v.against),
+         "not measured" if v.ratio is None else f"{v.ratio:.3f}", f"{v.must:.2f}",
+         f"{v.target:.2f}", "yes" if v.holds else "no"]
+        for v in verdicts
+    ]
 
 
 def compile_cells(rows: Iterable[CompileRow]) -> list[list[str]]:

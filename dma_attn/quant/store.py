@@ -55,18 +55,24 @@ class Store:
             else:
                 part.scatter_(2, _spread(positions, part), new)
 
+    def copy(self, positions: slice | torch.Tensor) -> BlockScaledTensor:
+        """A slice of tokens, or tokens (n,), of a quantised store as `quantize()` makes them."""
+        codes, *scales = self._at(positions)
+        data = _interleaved(codes) if self.format.bits == 4 else codes
+        second = scales[1] if self.format.has_global_scale else None
+        shape = torch.Size((*data.shape[:-1], self.head_dim))
+        return BlockScaledTensor(data, scales[0], second, self.format.name, shape)
+
     def values(self, positions: slice | torch.Tensor) -> torch.Tensor:
         """float32 (B, H, n, D) of a slice of tokens, or of tokens (n,)."""
-        if isinstance(positions, slice):
-            parts = tuple(x[:, :, positions] for x in self.parts)
-        else:
-            parts = tuple(x.index_select(2, positions) for x in self.parts)
         if not self.format.quantised:
-            return parts[0].float()
-        data = _interleaved(parts[0]) if self.format.bits == 4 else parts[0]
-        second = parts[2] if self.format.has_global_scale else None
-        shape = torch.Size((*data.shape[:-1], self.head_dim))
-        return BlockScaledTensor(data, parts[1], second, self.format.name, shape).dequantize()
+            return self._at(positions)[0].float()
+        return self.copy(positions).dequantize()
+
+    def _at(self, positions: slice | torch.Tensor) -> Parts:
+        if isinstance(positions, slice):
+            return tuple(x[:, :, positions].contiguous() for x in self.parts)
+        return tuple(x.index_select(2, positions) for x in self.parts)
 
     def reorder(self, index: torch.Tensor) -> None:
         """Row i becomes row index[i]."""
