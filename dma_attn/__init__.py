@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .attention.explain import explain
     from .attention.merge import PrecisionMetrics, merge_states, precision_metrics
     from .attention.types import PreparedKV
+    from .cache.attend import dma_attention_with_kvcache
+    from .cache.mixed import MixedKVCache
     from .config import DMAConfig
     from .quant.api import quantize, quantize_pair
     from .quant.tensor import BlockScaledTensor
@@ -28,12 +30,14 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockScaledTensor",
     "DMAConfig",
+    "MixedKVCache",
     "PrecisionMetrics",
     "PreparedKV",
     "__version__",
     "dma_attention",
     "dma_attention_prepared",
     "dma_attention_varlen",
+    "dma_attention_with_kvcache",
     "explain",
     "merge_states",
     "precision_metrics",
@@ -46,11 +50,13 @@ __all__ = [
 _HOME = {
     "BlockScaledTensor": "quant.tensor",
     "DMAConfig": "config",
+    "MixedKVCache": "cache.mixed",
     "PrecisionMetrics": "attention.merge",
     "PreparedKV": "attention.types",
     "dma_attention": "attention.api",
     "dma_attention_prepared": "attention.api",
     "dma_attention_varlen": "attention.api",
+    "dma_attention_with_kvcache": "cache.attend",
     "explain": "attention.explain",
     "merge_states": "attention.merge",
     "precision_metrics": "attention.merge",

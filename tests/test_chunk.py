@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from dma_attn import DMAConfig, dma_attention, dma_attention_prepared, prepare_kv
-from dma_attn.cache import MixedKVCache
-from dma_attn.decode import dma_attention_with_kvcache
+from dma_attn.cache import MixedKVCache, dma_attention_with_kvcache
 from dma_attn.testing import assert_rel_l2
 from tests.impls import DEVICE, each_impl, pick
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache import MixedKVCache
+from ..cache import MixedKVCache, dma_attention_with_kvcache
 from ..config import DMAConfig
-from ..decode import dma_attention_with_kvcache
 from .peers import module
 from .prefill import GateError
 from .timing import L2_BYTES, Candidate, Timing, time_candidates

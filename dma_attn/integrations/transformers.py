@@ -9,6 +9,9 @@ once a layer. Without the mask function it would hand over no mask for a padded 
 Decode: a call with at most `DECODE_MAX_QUERIES` queries and more keys than queries runs in 16 bits
 (preset "off", same kernel), since quantising a 16-bit cache anew in each step gains nothing.
 
+`DMACache` makes those steps read a mixed-precision cache instead: hand it to the model as
+`past_key_values=DMACache(model.config)`.
+
 Packed sequences: `cu_seq_lens_q/k` as for flash attention, read on the device only. Without them,
 on a prefill without attention mask, transformers (no cache) or this module (with a cache) looks for
 position ids that restart, and the sequences found are kept apart. That look is the only host read,
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +32,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .. import DMAConfig, dma_attention, dma_attention_varlen
 from ..attention.api import masked_attention
 from ..attention.prepare import visible_keys
-from .transformers_masks import dma_mask, is_traced, key_mask, last_key, once_a_pass
+from ..cache import dma_attention_with_kvcache
+from .transformers_cache import CachedStates, DMACache, DMALayer
+from .transformers_masks import dma_mask, key_mask, last_key, new_keys, once_a_pass
+from .transformers_packing import PACKING, packing
+
+__all__ = ["NAME", "DMACache", "dma_attention_forward", "dma_mask", "enable_dma", "register"]
 
 NAME = "dma"
 """The attention implementation's name in transformers."""
@@ -68,18 +76,7 @@ HARMLESS = frozenset(
 )
 """Keywords that models pass through to every attention function and that none of them reads."""
 
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
 Model = TypeVar("Model", bound=nn.Module)
-
-
-class _Packing(NamedTuple):
-    """Cumulative lengths, int32 (sequences + 1,), and the longest sequence, for q and for k."""
-
-    cu_q: Tensor
-    cu_k: Tensor
-    longest_q: int
-    longest_k: int
 
 
 def register() -> None:
@@ -135,8 +132,8 @@ def enable_dma(
 def dma_attention_forward(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | CachedStates,
+    value: Tensor | CachedStates,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -156,20 +153,29 @@ def dma_attention_forward(
     `cu_seq_lens_q/k` select variable-length attention; for a `max_length_q/k` that is None or a
     device tensor the total length stands in. A query without a visible key gives 0.
 
+    With a `DMACache` key and value are its handles. Its first tokens are attended to as without a
+    cache; later queries read the cache, under a 2-d mask or none.
+
     Raises:
         NotImplementedError: an argument asks for something that would change the result and is not
             supported, or is not known; dropout in training; attention weights.
         ValueError, TypeError: a mask or packing that does not fit.
     """
     _check_arguments(module, dropout, kwargs)
+    layer = None
+    if isinstance(key, CachedStates):
+        layer, key = key.layer, key.take()
+    if isinstance(value, CachedStates):
+        value = value.take()
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     with torch.autocast(device_type, enabled=False):  # fp32 steps of the reference stay fp32
-        return _attend(
-            module, query, key, value, attention_mask, scaling, sliding_window, is_causal, kwargs
-        ), None
+        options = (attention_mask, scaling, sliding_window, is_causal, kwargs)
+        if layer is None:
+            return _attend(module, query, key, value, *options), None
+        return _attend_cached(layer, module, query, key, value, *options), None
 
 
 def _attend(
@@ -198,14 +204,14 @@ def _attend(
         raise NotImplementedError(
             f"sliding_window: expected causal attention, got {sliding_window} without it"
         )
-    packing = _packing(module, q, k, attention_mask, causal, kwargs)
-    if packing is not None:
+    packed_as = packing(module, q, k, attention_mask, causal, kwargs)
+    if packed_as is not None:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # views when B is 1
         packed = dma_attention_varlen(
             q,
             k,
             v,
-            *packing,
+            *packed_as,
             is_causal=causal,
             scale=scaling,
             config=config,
@@ -232,6 +238,57 @@ def _attend(
         out=out,
     )
     return out
+
+
+def _attend_cached(
+    layer: DMALayer,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """`_attend` with a layer of a `DMACache`; key and value are its new tokens."""
+    mask, new = attention_mask, key.shape[2]
+    if kwargs.get("cu_seq_lens_q") is not None or (mask is not None and mask.ndim == 3):
+        raise NotImplementedError(
+            "cu_seq_lens_q: expected None with a DMACache, whose rows hold one sequence each, "
+            "got packed sequences"
+        )
+    if layer.get_seq_length() == 0:
+        out = _attend(module, query, key, value, mask, scaling, sliding_window, is_causal, kwargs)
+        counts = None
+        if mask is not None and mask.ndim == 4:
+            counts = visible_keys(mask, (*query.shape[:3], new))
+        elif mask is not None:
+            counts = key_mask(mask, key.shape[0], new)
+        layer.append(key, value, counts)
+        return out
+    if not bool(getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise NotImplementedError("is_causal: expected True with a DMACache, got False")
+    if mask is not None and mask.ndim != 2:
+        raise NotImplementedError(
+            "attention_mask: expected 2 dimensions once a DMACache holds tokens, "
+            f"got {tuple(mask.shape)}"
+        )
+    assert layer.cache is not None  # it holds tokens
+    keys = layer.get_seq_length() + new
+    counts = None if mask is None else new_keys(mask, key.shape[0], keys, new)
+    result = dma_attention_with_kvcache(
+        query,
+        layer.cache,
+        k=key,
+        v=value,
+        key_padding_mask=counts,
+        scale=scaling,
+        window_size=sliding_window,
+    )
+    assert isinstance(result, Tensor)  # no LSE was asked for
+    return result.transpose(1, 2).contiguous()
 
 
 def _attend_masked(
@@ -292,73 +349,10 @@ def _check_arguments(module: nn.Module, dropout: float, kwargs: dict[str, Any]) 
             "output_attentions: expected False, since the weights are never in memory, got True; "
             'use attn_implementation="eager" for them'
         )
-    known = {*HARMLESS, *_PACKING, "position_ids", "output_attentions"}
+    known = {*HARMLESS, *PACKING, "position_ids", "output_attentions"}
     if kwargs.get("cu_seq_lens_q") is not None:
         known.add("seq_idx")  # says the same once more
     for name, value in kwargs.items():
         if value is not None and name not in known:
             what = CHANGES_RESULT.get(name, "a keyword that this attention function does not know")
             raise NotImplementedError(f"{name}: expected None, got {type(value).__name__} ({what})")
-
-
-def _packing(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    kwargs: dict[str, Any],
-) -> _Packing | None:
-    """How the tokens of q and k, (B, S, H, D), are cut into sequences; None if they are not."""
-    cu_q, cu_k, longest_q, longest_k = (kwargs.get(name) for name in _PACKING)
-    if cu_q is not None or cu_k is not None:
-        if cu_q is None or cu_k is None:
-            raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected both, got one")
-        if mask is not None and mask.ndim != 3:
-            raise ValueError(
-                f"cu_seq_lens_q: expected no padding mask beside it, got {tuple(mask.shape)}"
-            )
-        return _Packing(
-            cu_q.to(torch.int32),
-            cu_k.to(torch.int32),
-            _longest(longest_q, q.shape[0] * q.shape[1]),
-            _longest(longest_k, k.shape[0] * k.shape[1]),
-        )
-    if mask is not None and mask.ndim == 3:
-        segments = mask[:, 0]
-        if q.shape[1] != k.shape[1] or segments.shape != k.shape[:2]:
-            raise ValueError(
-                f"attention_mask: expected sequence numbers for {q.shape[1]} queries and as many "
-                f"keys, got {tuple(mask.shape)} and {k.shape[1]} keys"
-            )
-        return once_a_pass(mask, module, lambda: _cut(segments.diff(dim=1) != 0))
-    ids = kwargs.get("position_ids")
-    if mask is not None or ids is None or ids.ndim != 2 or not causal:
-        return None
-    if not 1 < q.shape[1] == k.shape[1] == ids.shape[1] or is_traced(q):
-        return None
-
-    def restarts() -> _Packing | None:
-        falls = ids.diff(dim=1).expand(q.shape[0], -1) <= 0
-        return _cut(falls) if bool(falls.any()) else None
-
-    return once_a_pass(ids, module, restarts)
-
-
-def _cut(boundary: Tensor) -> _Packing:
-    """Sequences of B packed rows one after the other.
-
-    boundary: bool (B, S - 1), True between two tokens of different sequences; a row starts one too.
-    """
-    starts = nn.functional.pad(boundary, (1, 0), value=True).flatten()
-    cu = nn.functional.pad(starts.nonzero().flatten(), (0, 1), value=starts.numel())
-    longest = int(cu.diff().max())
-    cu = cu.to(torch.int32)
-    return _Packing(cu, cu, longest, longest)
-
-
-def _longest(value: int | Tensor | None, tokens: int) -> int:
-    """A bound on the sequence lengths, without reading a device tensor on the host."""
-    if value is None or (isinstance(value, Tensor) and value.device.type != "cpu"):
-        return tokens
-    return int(value)

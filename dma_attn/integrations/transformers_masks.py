@@ -91,7 +91,10 @@ def dma_mask(
     if visible is None:
         return written
     # the newest key marks where the queries end; were it padding, only its own query could see it
-    return (visible & written) | (index == end - 1)
+    marked = (visible & written) | (index == end - 1)
+    if not is_traced(marked):
+        marked._dma_unmarked = visible  # type: ignore[attr-defined]  # our own, for `new_keys`
+    return marked
 
 
 def key_mask(mask: Tensor, batch: int, keys: int) -> Tensor:
@@ -103,6 +106,14 @@ def key_mask(mask: Tensor, batch: int, keys: int) -> Tensor:
     if mask.is_floating_point():
         raise TypeError(f"attention_mask: expected bool or integers in 2-d, got {mask.dtype}")
     return mask.to(torch.bool).expand(batch, keys)
+
+
+def new_keys(mask: Tensor, batch: int, keys: int, new: int) -> Tensor:
+    """Which of the newest `new` keys of a 2-d mask count, bool (batch, new).
+
+    A cache keeps that for later queries, so the mark that `dma_mask` sets at the end is left out.
+    """
+    return key_mask(getattr(mask, "_dma_unmarked", mask), batch, keys)[:, keys - new :]
 
 
 def last_key(mask: Tensor) -> Tensor:

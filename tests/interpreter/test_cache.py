@@ -13,7 +13,8 @@ def test_decode_law(n: int, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("text, v", [
-    ("default", ("mxfp8", "nvfp4")), ("default,high=int8,low=fp4,diag=0,sink=256", ("none", "int4")),
+    ("default", ("mxfp8", "nvfp4")),
+    ("default,high=int8,low=fp4,diag=0,sink=256", ("none", "int4")),
 ])
 def test_formats(text: str, v: tuple[str, str]) -> None:
     test_decode.test_formats(text, v, "triton")

@@ -32,7 +32,6 @@ from ...quant.jit import (
     block,
     decode_e4m3,
     decode_e8m0,
-    decode_element,
     item,
     scale_kind,
 )
@@ -40,6 +39,7 @@ from ...quant.kernels import Quantised, Strided
 from ...quant.store import Copies
 from . import combine
 from .tiles import has_row_scale
+from .unpack import elements, nibbles
 
 BLOCK_N = 64
 NEAR_SPLIT = 256  # keys of a split of the first or the newest
@@ -104,41 +104,38 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _half(copy, row, mask_n, code, BEGIN: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-          FORMAT: tl.constexpr):
-    """Dims BEGIN to BEGIN + D / 2 of rows (N,): (N, HALF) bf16 elements times block scales."""
-    offs = tl.arange(0, HALF)
-    mask = mask_n[:, None] & (offs < D // 2)[None, :]
-    x = tl.where(mask, decode_element(code, FORMAT), 0.0)
-    if scale_kind(FORMAT) != "fp32":
+def _scaled(x, copy, row, mask, BEGIN: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr):
+    """Elements x (N, HALF) of dims from BEGIN on, times their block scales, in bf16."""
+    if scale_kind(FORMAT) == "fp32":
+        return x
+    else:
         BLOCK: tl.constexpr = block(FORMAT, D)
         N_SCALES: tl.constexpr = (D + BLOCK - 1) // BLOCK
+        offs = tl.arange(0, x.shape[1])
         at = row[:, None] * N_SCALES + ((offs + BEGIN) // BLOCK)[None, :]
         byte = tl.load(copy.scales + at, mask=mask, other=0).to(tl.int32)
         scale = decode_e8m0(byte) if scale_kind(FORMAT) == "e8m0" else decode_e4m3(byte)
-        x = tl.where(mask, x * scale, 0.0)
-    return x.to(tl.bfloat16)
+        return tl.where(mask, x.to(tl.float32) * scale, 0.0).to(tl.bfloat16)
 
 
 @triton.jit
 def _halves(copy, row, mask_n, D: tl.constexpr, HALF: tl.constexpr, FORMAT: tl.constexpr):
-    """Both halves of rows (N,) of a store, (N, HALF) each."""
+    """Both halves of rows (N,) of a store, (N, HALF) each; a code that is masked is 0."""
     offs = tl.arange(0, HALF)
     mask = mask_n[:, None] & (offs < D // 2)[None, :]
     if FORMAT == "none":
         at = copy.codes + row[:, None] * D + offs[None, :]
         return tl.load(at, mask=mask, other=0.0), tl.load(at + D // 2, mask=mask, other=0.0)
-    elif bits(FORMAT) == 4:
-        byte = tl.load(copy.codes + row[:, None] * (D // 2) + offs[None, :], mask=mask,
-                       other=0).to(tl.int32)
-        return (_half(copy, row, mask_n, byte & 15, 0, D, HALF, FORMAT),
-                _half(copy, row, mask_n, byte >> 4, D // 2, D, HALF, FORMAT))
     else:
-        at = copy.codes + row[:, None] * D + offs[None, :]
-        low = tl.load(at, mask=mask, other=0).to(tl.int32)
-        high = tl.load(at + D // 2, mask=mask, other=0).to(tl.int32)
-        return (_half(copy, row, mask_n, low, 0, D, HALF, FORMAT),
-                _half(copy, row, mask_n, high, D // 2, D, HALF, FORMAT))
+        if bits(FORMAT) == 4:
+            at = copy.codes + row[:, None] * (D // 2) + offs[None, :]
+            low, high = nibbles(tl.load(at, mask=mask, other=0), FORMAT)
+        else:
+            at = copy.codes + row[:, None] * D + offs[None, :]
+            low = elements(tl.load(at, mask=mask, other=0), FORMAT)
+            high = elements(tl.load(at + D // 2, mask=mask, other=0), FORMAT)
+        return (_scaled(low, copy, row, mask, 0, D, FORMAT),
+                _scaled(high, copy, row, mask, D // 2, D, FORMAT))
 
 
 @triton.jit

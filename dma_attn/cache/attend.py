@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from .attention import validate as check
-from .attention.api import dma_attention, dma_attention_prepared
-from .cache import MixedKVCache
+from ..attention import validate as check
+from ..attention.api import dma_attention, dma_attention_prepared
+from ..config import DMAConfig
+from ..device import device_guard, use_triton
+from ..quant.transforms import rotate
 from .chunk import append_and_prepare
-from .config import DMAConfig
-from .device import device_guard, use_triton
-from .quant.transforms import rotate
+from .mixed import MixedKVCache
 
 MOST_QUERIES = 16
 _OFF = DMAConfig.preset("off")
@@ -116,7 +116,7 @@ def _run(
     lse: torch.Tensor,
 ) -> None:
     """The kernel, and what it wants of Q."""
-    from .attention.kernels import decode
+    from ..attention.kernels import decode
 
     if not out.numel():
         return
@@ -134,7 +134,3 @@ def _run(
     )
     decode.launch(q, turned.contiguous(), shift, cache.k, cache.v, cache.rotate_v, layout, scale,
                   window, out, lse)
-
-
-def attend_cache(q, cache, k, v, **arguments):  # type: ignore[no-untyped-def]
-    return dma_attention_with_kvcache(q, cache, k=k, v=v, **arguments)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .config import DMAConfig
+from ..config import DMAConfig
 
 if TYPE_CHECKING:
-    from .cache import MixedKVCache
+    from .mixed import MixedKVCache
 
 
 def save(cache: MixedKVCache) -> dict[str, torch.Tensor]:

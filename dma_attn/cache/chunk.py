@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import torch
 
-from .attention.prepare import first_valid, has_high, has_raw
-from .attention.types import PreparedKV
-from .cache import MixedKVCache
-from .quant.api import quantize_pair
-from .quant.rows import Rows
-from .quant.tensor import BlockScaledTensor
+from ..attention.prepare import first_valid, has_high, has_raw
+from ..attention.types import PreparedKV
+from ..quant.api import quantize_pair
+from ..quant.rows import Rows
+from ..quant.tensor import BlockScaledTensor
+from .mixed import MixedKVCache
 
 
 def append_and_prepare(

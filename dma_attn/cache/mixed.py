@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .cache_state import load, save
-from .config import DMAConfig
-from .formats import get_format
-from .quant.api import quantize_pair
-from .quant.store import Copies, Store, encode, select_rows
-from .quant.transforms import key_mean, rotate
-from .schedule import TILE, tile_count
+from ..config import DMAConfig
+from ..formats import get_format
+from ..quant.api import quantize_pair
+from ..quant.store import Copies, Store, encode, select_rows
+from ..quant.transforms import key_mean, rotate
+from ..schedule import TILE, tile_count
+from .state import load, save
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
