@@ -50,6 +50,11 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 
+class KVCache(str, Enum):
+    native = "native"
+    mixed = "mixed"
+
+
 class Device(str, Enum):
     """Where to run: `auto` takes the GPU when there is one."""
 
@@ -199,6 +204,10 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Length of the answer, in tokens.")
     ] = 128,
+    kv_cache: Annotated[
+        KVCache,
+        typer.Option(help="What DMA decodes from: 16 bits, or a cache of 16 and 4 bits."),
+    ] = KVCache.native,
     compare: Annotated[bool, typer.Option(help="Also answer with native attention.")] = False,
     device: DeviceOption = Device.auto,
     debug: DebugOption = False,
@@ -207,9 +216,10 @@ def generate(
 
     Example: dma-attn generate "What is a diagonal matrix?" --compare
 
-    DMA reads the prompt; decode steps (calls of up to 16 queries) use 16-bit attention in the
-    transformers adapter for now. With the default configuration, low-precision tiles only appear in
-    prompts longer than 256 tokens: shorter ones are read in the high precision alone.
+    DMA reads the prompt; decode steps (calls of up to 16 queries) use 16-bit attention, over 16-bit
+    keys and values or with --kv-cache mixed over those of a DMACache. With the default
+    configuration, low-precision tiles only appear in prompts longer than 256 tokens: shorter ones
+    are read in the high precision alone.
     """
     if config and len(config) > 1:
         raise typer.BadParameter(
@@ -245,6 +255,7 @@ def generate(
                     prompt,
                     config=attention,
                     max_new_tokens=max_new_tokens,
+                    mixed_cache=attention is not None and kv_cache is KVCache.mixed,
                 )
             )
             report(len(answers), len(labels))
@@ -252,6 +263,9 @@ def generate(
         if compare:
             console.print(f"[{label}]", markup=False, highlight=False, style="bold")
         console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
+    if kv_cache is KVCache.mixed:
+        sizes = ", ".join(f"{answer.cache_bytes / 2**20:.1f} MiB" for answer in answers)
+        console.print(f"KV cache: {sizes}", style="dim")
     if compare:
         console.print(
             f"the first {shared_prefix(answers[0], answers[1])} tokens agree", style="dim"

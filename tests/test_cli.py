@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -232,6 +233,16 @@ def test_generate_compares(capsys: Capture, folder: str) -> None:
     assert "[native]" in text and "[DMA, off]" in text and "first 5 tokens agree" in text
     assert main(command) == 0
     assert "[native]" not in capsys.readouterr().out
+
+
+def test_generate_with_a_mixed_cache(capsys: Capture, folder: str) -> None:
+    command = ["generate", "What is [this]?", "--model", folder, "--max-new-tokens", "5"]
+    assert main([*command, "--kv-cache", "mixed", "--compare"]) == 0
+    text = capsys.readouterr().out
+    sizes = re.search(r"KV cache: ([\d.]+) MiB, ([\d.]+) MiB", text)
+    assert sizes is not None and "tokens agree" in text
+    code, line = fail(capsys, *command, "--kv-cache", "tiny")
+    assert code == 2 and "--kv-cache" in line
 
 
 def test_help_of_generate_says_what_dma_reads(capsys: Capture) -> None:

@@ -265,6 +265,15 @@ def test_answers(model: Any) -> None:
     assert shared_prefix(native, off) == 8
     dma = generate_answer(model, tokenizer, prompt, config=DMAConfig(), max_new_tokens=8)
     assert len(dma.tokens) == 8 and 0 <= shared_prefix(native, dma) <= 8
+    tokens = native.prompt_tokens + 8 - 1  # the last one is not read again
+    config = model.config
+    kept = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens
+    assert native.cache_bytes == dma.cache_bytes == 2 * kept * model.dtype.itemsize
+    mixed = generate_answer(model, tokenizer, prompt, config=DMAConfig(), max_new_tokens=8,
+                            mixed_cache=True)
+    assert len(mixed.tokens) == 8 and mixed.cache_bytes != native.cache_bytes
+    with pytest.raises(ValueError, match="DMA attention"):
+        generate_answer(model, tokenizer, prompt, mixed_cache=True)
     with pytest.raises(ValueError, match="1024 tokens"):
         generate_answer(model, tokenizer, prompt * 4)
     with pytest.raises(ValueError, match="empty"):

@@ -54,8 +54,8 @@ def sample(**changes: object) -> DemoResults:
         layer_error=LayerErrorResult(layers, AttentionMap(2, 1, 512, 4, weights), 512),
         prompt="What is <b>this</b>?",
         answers={
-            "native": Answer("Plain & simple", (1, 2, 3), 30, 1.0),
-            "default": Answer("<script>alert(1)</script>", (1, 2, 4), 30, 1.0),
+            "native": Answer("Plain & simple", (1, 2, 3), 30, 1.0, 100),
+            "default": Answer("<script>alert(1)</script>", (1, 2, 4), 30, 1.0, 100),
         },
         environment={"dma_attn": "0.1.0", "python": "3.12.3", "torch": "2.13.0"},
         seconds={"load": 0.5, "total": 12.0},

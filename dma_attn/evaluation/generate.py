@@ -15,12 +15,14 @@ from .errors import SettingError
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer: its text, token ids, prompt length in tokens and wall time."""
+    """A greedy answer: its text, token ids, prompt length in tokens, wall time, and the bytes that
+    its KV cache came to (of a mixed one allocated, of a 16-bit one in use)."""
 
     text: str
     tokens: tuple[int, ...]
     prompt_tokens: int
     seconds: float
+    cache_bytes: int
 
 
 def shared_prefix(first: Answer, second: Answer) -> int:
@@ -45,18 +47,23 @@ def generate_answer(
     *,
     config: DMAConfig | None = None,
     max_new_tokens: int = 64,
+    mixed_cache: bool = False,
 ) -> Answer:
     """The model's greedy answer to one user message; with `config` by DMA attention.
+
+    mixed_cache: Decode from a `DMACache` with its default formats, which needs a `config`.
 
     Uses the tokenizer's chat template; without one the prompt is continued as plain text.
 
     Raises:
-        SettingError: an empty prompt, `max_new_tokens` < 1, or more tokens than the model has
-            positions for.
+        SettingError: a mixed cache without DMA attention, an empty prompt, `max_new_tokens` < 1, or
+            more tokens than the model has positions for.
     """
     check_prompt(prompt)
     if max_new_tokens < 1:
         raise SettingError(f"expected at least 1, got {max_new_tokens}", "max_new_tokens")
+    if mixed_cache and config is None:
+        raise SettingError("expected DMA attention with a mixed cache, got native", "kv_cache")
     ids = _prompt_ids(tokenizer, prompt)
     n_prompt = ids.shape[1]
     limit = getattr(model.config, "max_position_embeddings", None)
@@ -69,19 +76,37 @@ def generate_answer(
         )
     ids = ids.to(model.device)
     start = time.perf_counter()
+    cache = {}
+    if mixed_cache:
+        from ..integrations.transformers import DMACache
+
+        length = n_prompt + max_new_tokens
+        cache = {"past_key_values": DMACache(model.config, max_len=length)}
     with using_config(model, config):
-        out = model.generate(
+        result = model.generate(
             ids,
+            **cache,
+            return_dict_in_generate=True,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             pad_token_id=_pad_token(model, tokenizer),
         )
-    new = out[0, n_prompt:]
+    new = result.sequences[0, n_prompt:]
     text = tokenizer.decode(
         new, skip_special_tokens=True, clean_up_tokenization_spaces=False
     ).strip()
-    return Answer(text, tuple(new.tolist()), n_prompt, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return Answer(
+        text, tuple(new.tolist()), n_prompt, seconds, _cache_bytes(result.past_key_values)
+    )
+
+
+def _cache_bytes(cache: Any) -> int:
+    """Bytes of a transformers cache's keys and values."""
+    if hasattr(cache, "nbytes"):
+        return int(cache.nbytes())
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def _prompt_ids(tokenizer: Any, prompt: str) -> torch.Tensor:
