@@ -142,6 +142,11 @@ def hopper_runs(info: DeviceInfo) -> bool:
     return info.capability == (9, 0) and _version(info.triton or "") == GLUON_TRITON
 
 
+def gluon_runs(info: DeviceInfo) -> bool:
+    """True when kernels for mma.sync in Gluon can run: 8.0 or newer, a Triton they are tested with."""
+    return info.capability >= (8, 0) and _version(info.triton or "") == GLUON_TRITON
+
+
 def use_triton(device: torch.device, impl: str) -> bool:
     """Resolve `impl` for tensors on `device`; an explicit choice never falls back.
 

@@ -175,4 +175,9 @@ def test_compiles(capability: int, text: str, v: tuple[str, str], head_dim: int)
     cache.append(keys, keys)
     with compile_only(capability) as kernels:
         dma_attention_with_kvcache(keys[:, :, :1], cache, impl="triton")
-    assert [x.metadata.name for x in kernels] == ["_decode_kernel", "_combine_kernel"]
+    names = ["_decode_kernel", "_combine_kernel"]
+    if v == ("none", "int4"):
+        names.insert(0, "low_int4_kernel")
+        assert kernels[0].metadata.shared == 0  # nothing is exchanged but by shuffles
+        assert "ld.local" not in kernels[0].asm["ptx"]
+    assert [x.metadata.name for x in kernels] == names

@@ -40,6 +40,7 @@ BELOW_KERNELS = {
     f"{KERNELS}.tuning",
     f"{KERNELS}.combine",
     f"{KERNELS}.unpack",
+    f"{KERNELS}.decode_int4",
     f"{KERNELS}.hopper",
     f"{KERNELS}.hopper_blocks",
     f"{KERNELS}.hopper_step",

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...device import interpreting, processor_count
+from ...device import device_info, gluon_runs, interpreting, processor_count
 from ...formats import LOG2_E
 from ...quant.jit import (
     bits,
@@ -44,6 +44,7 @@ from .unpack import elements, nibbles
 BLOCK_N = 64
 NEAR_SPLIT = 256  # keys of a split of the first or the newest
 PROGRAMS = 4  # on an SM
+WARPS = 11  # on an SM, of the kernel that keeps low keys in registers
 
 
 class Layout(NamedTuple):
@@ -222,11 +223,12 @@ def _attend(q, k, v, plane, sizes, keys, limits, valid_ptr, valid_row, scale, sh
     return acc0, acc1, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "n_first", "n_newest", "n_low", "diag",
+@triton.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "n_first", "n_newest", "n_low", "n_splits",
+                               "diag",
                                "sink", "ring", "sink_size", "capacity", "valid_size", "window"])
 def _decode_kernel(q, turned_ptr, shift_ptr, k_first, k_low, k_newest, v_first, v_low, v_newest,
                    part_ptr, lse_ptr, lengths_ptr, near_ptr, starts_ptr, valid_ptr, H_KV, GROUP,
-                   S_Q, n_first, n_newest, n_low, diag, sink, ring, sink_size, capacity,
+                   S_Q, n_first, n_newest, n_low, n_splits, diag, sink, ring, sink_size, capacity,
                    valid_size, scale, window, SPEC: tl.constexpr):
     M: tl.constexpr = SPEC.M
     N: tl.constexpr = SPEC.N
@@ -304,7 +306,7 @@ def _decode_kernel(q, turned_ptr, shift_ptr, k_first, k_low, k_newest, v_first, 
         acc0, acc1, row_max, row_sum = _attend(
             queries, k_low, v_low, plane, sizes, (lo, hi), limits, valid_ptr, valid_row, scale,
             shift, window, begin, SPEC, LOW, "low")
-    to = (plane * tl.num_programs(1) + split) * M + rows
+    to = (plane * n_splits + split) * M + rows
     lse = row_max + tl.math.log2(row_sum)
     tl.store(lse_ptr + to, tl.where(row_sum > 0.0, lse, float("-inf")), mask=mask_m)
     inverse = tl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)[:, None]
@@ -362,43 +364,82 @@ def launch(
         UPCAST=interpreting(),
     )
     planes = batch * kv_heads
+    in_registers = _low_in_registers(tiles, q.device)
     n_first = -(-layout.first // NEAR_SPLIT) if layout.sink else 0
     n_newest = -(-layout.ring // NEAR_SPLIT) if layout.diag else 0
-    n_low = PROGRAMS * processor_count(q.device) // planes - n_first - n_newest
+    programs = WARPS if in_registers else PROGRAMS
+    n_low = programs * processor_count(q.device) // planes - n_first - n_newest
     n_low = max(1, min(n_low, layout.capacity // 256))
     n_splits = n_first + n_newest + n_low
     parts = torch.empty(planes, n_splits, m, value_dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(planes, n_splits, m, dtype=torch.float32, device=q.device)
-    _decode_kernel[(planes, n_splits)](
-        Strided(q, q.stride()),
-        turned,
-        shift,
-        *(_parts(c, kind) for c in (k, v) for kind in ("first", "low", "newest")),
-        parts,
-        lses,
-        layout.lengths,
-        layout.near,
-        layout.starts,
-        layout.valid,
-        kv_heads,
-        group,
-        n_q,
-        n_first,
-        n_newest,
-        n_low,
-        layout.diag,
-        layout.sink,
-        max(layout.ring, 1),
-        layout.first,
-        layout.capacity,
-        0 if layout.valid is None else layout.valid.shape[1],
-        scale * LOG2_E,
-        window,
-        SPEC=tiles,
-        num_warps=4,
-        num_stages=2,
-    )
+    lengths = layout.lengths, layout.near, layout.starts, layout.valid
+    ends = layout.diag, layout.sink
+    valid_size = 0 if layout.valid is None else layout.valid.shape[1]
+    if in_registers:
+        from .decode_int4 import KEYS, layouts, low_int4_kernel
+
+        low_int4_kernel[(planes, n_low)](
+            turned,
+            shift,
+            *k.low.parts,
+            *v.low.parts,
+            parts,
+            lses,
+            *lengths,
+            kv_heads,
+            group,
+            n_q,
+            n_first + n_newest,
+            n_low,
+            n_splits,
+            *ends,
+            layout.capacity,
+            valid_size,
+            scale * LOG2_E,
+            window,
+            WINDOW=window > 0,
+            N=KEYS,
+            **layouts(KEYS),
+            num_warps=1,
+        )
+    if not in_registers or n_first + n_newest:
+        _decode_kernel[(planes, n_first + n_newest + (0 if in_registers else n_low))](
+            Strided(q, q.stride()),
+            turned,
+            shift,
+            *(_parts(c, kind) for c in (k, v) for kind in ("first", "low", "newest")),
+            parts,
+            lses,
+            *lengths,
+            kv_heads,
+            group,
+            n_q,
+            n_first,
+            n_newest,
+            n_low,
+            n_splits,
+            *ends,
+            max(layout.ring, 1),
+            layout.first,
+            layout.capacity,
+            valid_size,
+            scale * LOG2_E,
+            window,
+            SPEC=tiles,
+            num_warps=4,
+            num_stages=2,
+        )
     combine.launch(parts, lses, (n_first, n_newest), tiles.TURNED, group, n_q, out, lse)
+
+
+def _low_in_registers(spec: Spec, device: torch.device) -> bool:
+    """Whether `decode_int4` serves the low keys: both int4, 128 dims, up to 16 rows."""
+    formats = spec.LOW[0], spec.LOW[2]
+    if formats != ("int4", "int4") or (spec.D, spec.DV, spec.M) != (128, 128, 16):
+        return False
+    info = None if interpreting() else device_info(device)
+    return info is not None and gluon_runs(info)
 
 
 def _parts(copies: Copies, kind: str) -> Quantised:
