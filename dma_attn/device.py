@@ -143,7 +143,7 @@ def hopper_runs(info: DeviceInfo) -> bool:
 
 
 def gluon_runs(info: DeviceInfo) -> bool:
-    """True when kernels for mma.sync in Gluon can run: 8.0 or newer, a Triton they are tested with."""
+    """True when Gluon kernels for mma.sync can run: 8.0 or newer, and a tested Triton."""
     return info.capability >= (8, 0) and _version(info.triton or "") == GLUON_TRITON
 
 

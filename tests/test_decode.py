@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -175,9 +178,26 @@ def test_compiles(capability: int, text: str, v: tuple[str, str], head_dim: int)
     cache.append(keys, keys)
     with compile_only(capability) as kernels:
         dma_attention_with_kvcache(keys[:, :, :1], cache, impl="triton")
-    names = ["_decode_kernel", "_combine_kernel"]
-    if v == ("none", "int4"):
-        names.insert(0, "low_int4_kernel")
-        assert kernels[0].metadata.shared == 0  # nothing is exchanged but by shuffles
-        assert "ld.local" not in kernels[0].asm["ptx"]
+    names = ["low_keys_kernel", "decode_kernel", "_combine_kernel"]
     assert [x.metadata.name for x in kernels] == names
+    assert kernels[0].metadata.shared == 0  # what lanes exchange goes by shuffles
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_low_keys_stay_in_registers(head_dim: int, tmp_path: Path) -> None:
+    """Every format compiles to code without shared memory, spills or a barrier."""
+    pytest.importorskip("triton")
+    from dma_attn.attention.kernels.decode_registers import FORMATS
+    from tests.compiling import compile_only, machine_code
+
+    keys = torch.zeros(1, 1, 200, head_dim, dtype=torch.bfloat16)
+    for low in FORMATS:
+        cache = MixedKVCache(1, 1, head_dim, v_low=low,
+                             config=DMAConfig(high="none", low=low, diag=0, sink=0))
+        cache.append(keys, keys)
+        with compile_only(90) as kernels:
+            dma_attention_with_kvcache(keys[:, :, :1], cache, impl="triton")
+        assert [x.metadata.name for x in kernels] == ["low_keys_kernel", "_combine_kernel"]
+        code = machine_code(kernels[0], tmp_path)
+        assert kernels[0].metadata.shared == 0 and "HMMA" in code
+        assert not re.search(r"\b(STL|LDL|BAR|LDS|STS)\b", code), low

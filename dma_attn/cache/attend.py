@@ -116,7 +116,7 @@ def _run(
     lse: torch.Tensor,
 ) -> None:
     """The kernel, and what it wants of Q."""
-    from ..attention.kernels import decode
+    from ..attention.kernels import decode_launch as decode
 
     if not out.numel():
         return
