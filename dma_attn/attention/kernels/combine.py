@@ -18,7 +18,7 @@ from ...quant.kernels import Strided
 @triton.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "n_first", "n_newest", "n_splits"])
 def _combine_kernel(part_ptr, lse_ptr, out, out_lse_ptr, H_KV, GROUP, S_Q, n_first, n_newest,
                     n_splits, M: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-                    TURNED: tl.constexpr):
+                    SPLITS: tl.constexpr, TURNED: tl.constexpr):
     """One row: its parts weighted by their LSE, those of rotated V turned back."""
     rows = GROUP * S_Q
     plane = (tl.program_id(0) // rows).to(tl.int64)
@@ -28,27 +28,30 @@ def _combine_kernel(part_ptr, lse_ptr, out, out_lse_ptr, H_KV, GROUP, S_Q, n_fir
     i = row % S_Q
     offs = tl.arange(0, BLOCK_DV)
     mask = offs < DV
+    first = plane * n_splits * M + row
+    top = tl.full([SPLITS], float("-inf"), tl.float32)
+    for s in range(0, n_splits, SPLITS):
+        split = s + tl.arange(0, SPLITS)
+        lse = tl.load(lse_ptr + first + split * M, mask=split < n_splits, other=float("-inf"))
+        top = tl.maximum(top, lse)
+    base = tl.max(top, 0)
+    base = tl.where(base == float("-inf"), 0.0, base)
     total = tl.zeros([BLOCK_DV], tl.float32)
     turned = tl.zeros([BLOCK_DV], tl.float32)
-    top = tl.full([], float("-inf"), tl.float32)
     weights = tl.zeros([], tl.float32)
-    for s in range(0, n_splits):
-        at = (plane * n_splits + s) * M + row
-        lse = tl.load(lse_ptr + at)
-        new_top = tl.maximum(top, lse)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        decay = tl.math.exp2(top - base)
+    for s in range(0, n_splits, SPLITS):
+        split = s + tl.arange(0, SPLITS)
+        lse = tl.load(lse_ptr + first + split * M, mask=split < n_splits, other=float("-inf"))
         weight = tl.math.exp2(lse - base)
-        part = tl.load(part_ptr + at * DV + offs, mask=mask, other=0.0) * weight
-        rotated = item(TURNED, 1)
-        if s < n_first:
-            rotated = item(TURNED, 0)
-        elif s < n_first + n_newest:
-            rotated = item(TURNED, 2)
-        total = total * decay + tl.where(rotated, 0.0, part)
-        turned = turned * decay + tl.where(rotated, part, 0.0)
-        weights = weights * decay + weight
-        top = new_top
+        at = (first + split * M)[:, None] * DV + offs[None, :]
+        part = tl.load(part_ptr + at, mask=(split < n_splits)[:, None] & mask[None, :], other=0.0)
+        part *= weight[:, None]
+        rotated = tl.where(split < n_first, item(TURNED, 0),
+                           tl.where(split < n_first + n_newest, item(TURNED, 2),
+                                    item(TURNED, 1)))
+        total += tl.sum(tl.where(rotated[:, None], 0.0, part), 0)
+        turned += tl.sum(tl.where(rotated[:, None], part, 0.0), 0)
+        weights += tl.sum(weight, 0)
     total += hadamard(turned[None, :], DV, 1, BLOCK_DV).reshape(BLOCK_DV)
     blind = weights == 0.0
     total = tl.where(blind, 0.0, total / tl.where(blind, 1.0, weights))
@@ -56,7 +59,7 @@ def _combine_kernel(part_ptr, lse_ptr, out, out_lse_ptr, H_KV, GROUP, S_Q, n_fir
     tl.store(out.ptr + at + offs.to(tl.int64) * out.strides[3],
              total.to(out.ptr.dtype.element_ty), mask=mask)
     if out_lse_ptr is not None:
-        lse = (top + tl.math.log2(tl.where(blind, 1.0, weights))) * constant("LN_2")
+        lse = (base + tl.math.log2(tl.where(blind, 1.0, weights))) * constant("LN_2")
         tl.store(out_lse_ptr + (b * H_KV * GROUP + head) * S_Q + i,
                  tl.where(blind, float("-inf"), lse))
 
@@ -92,6 +95,7 @@ def launch(
         M=m,
         DV=value_dim,
         BLOCK_DV=triton.next_power_of_2(value_dim),
+        SPLITS=min(64, triton.next_power_of_2(n_splits)),
         TURNED=turned,
-        num_warps=1,
+        num_warps=4,
     )
