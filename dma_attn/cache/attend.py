@@ -14,7 +14,6 @@ from ..attention import validate as check
 from ..attention.api import dma_attention, dma_attention_prepared
 from ..config import DMAConfig
 from ..device import device_guard, use_triton
-from ..quant.transforms import rotate
 from .chunk import append_and_prepare
 from .mixed import MixedKVCache
 
@@ -115,22 +114,16 @@ def _run(
     q: torch.Tensor, cache: MixedKVCache, scale: float, window: int, out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """The kernel, and what it wants of Q."""
+    """The kernels."""
     from ..attention.kernels import decode_launch as decode
 
     if not out.numel():
         return
-    turned = q.float()
-    shift = None
-    if cache.mean is not None:
-        mean = cache.mean.repeat_interleave(q.shape[1] // cache.kv_heads, 1)
-        shift = (turned * mean).sum(-1)
-    turned = rotate(turned) if cache.config.rotate else turned
     layout = decode.Layout(
         cache.lengths, cache.starts, cache.near, cache.valid,
         cache.diag if any(x.newest for x in (cache.k, cache.v)) else 0,
         cache.config.sink if any(x.first for x in (cache.k, cache.v)) else 0,
         cache.capacity, cache.ring, cache.sink + 1 if cache.sink else 0,
     )
-    decode.launch(q, turned.contiguous(), shift, cache.k, cache.v, cache.rotate_v, layout, scale,
-                  window, out, lse)
+    decode.launch(q, cache.mean, cache.config.rotate, cache.k, cache.v, cache.rotate_v, layout,
+                  scale, window, out, lse)

@@ -28,6 +28,7 @@ from ...quant.jit import (
     block,
     decode_e4m3,
     decode_e8m0,
+    hadamard,
     item,
     scale_kind,
 )
@@ -187,6 +188,24 @@ def _attend(q, k, v, plane, sizes, keys, limits, valid_ptr, valid_row, scale, sh
         acc0 = _dot(p.to(v0.dtype), v0, acc0 * decay[:, None], UPCAST)
         acc1 = _dot(p.to(v1.dtype), v1, acc1 * decay[:, None], UPCAST)
     return acc0, acc1, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["H", "GROUP", "S_Q"])
+def query_kernel(q, mean_ptr, turned_ptr, shift_ptr, H, GROUP, S_Q, D: tl.constexpr,
+                 BLOCK_D: tl.constexpr, ROTATE: tl.constexpr):
+    """One query as quantised K wants it: float32, rotated; and its product with K's mean."""
+    row = tl.program_id(0).to(tl.int64)
+    b, h, i = row // (H * S_Q), row // S_Q % H, row % S_Q
+    offs = tl.arange(0, BLOCK_D)
+    mask = offs < D
+    at = b * q.strides[0] + h * q.strides[1] + i * q.strides[2] + offs * q.strides[3]
+    x = tl.load(q.ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + (b * (H // GROUP) + h // GROUP) * D + offs, mask=mask, other=0.0)
+        tl.store(shift_ptr + row, tl.sum(x * mean, 0))
+    if ROTATE:
+        x = hadamard(x[None, :], D, 1, BLOCK_D).reshape(BLOCK_D)
+    tl.store(turned_ptr + row * D + offs, x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "n_first", "n_newest", "n_low", "n_splits",

@@ -16,7 +16,7 @@ from ...formats import LOG2_E
 from ...quant.kernels import Quantised, Strided
 from ...quant.store import Copies
 from . import combine
-from .decode import Spec, decode_kernel
+from .decode import Spec, decode_kernel, query_kernel
 
 BLOCK_N = 64
 NEAR_SPLIT = 256  # keys of a split of the first or the newest
@@ -48,8 +48,8 @@ class Layout(NamedTuple):
 
 def launch(
     q: torch.Tensor,
-    turned: torch.Tensor,
-    shift: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    turn: bool,
     k: Copies,
     v: Copies,
     rotated: bool,
@@ -62,9 +62,9 @@ def launch(
     """Fill out (B, H_q, S_q, Dv) and lse (B, H_q, S_q).
 
     Args:
-        q: (B, H_q, S_q, D), any strides; turned: the same, float32, contiguous, rotated where K is.
-        shift: float32 (B, H_q, S_q) q . mean of K, or None.
-        rotated: Whether quantised V is rotated.
+        q: (B, H_q, S_q, D), any strides.
+        mean: float32 (B, H_kv, 1, D) subtracted from quantised K, or None.
+        turn, rotated: Whether quantised K, quantised V is rotated.
     """
     batch, heads, n_q, head_dim = q.shape
     kv_heads, value_dim = k.low.parts[0].shape[1], out.shape[3]
@@ -77,6 +77,21 @@ def launch(
             spec += [copies.low.format.name, "direct"] if store is None else [
                 store.format.name, where]
         kinds.append(tuple(spec))
+    turned = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    shift = None if mean is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    query_kernel[(batch * heads * n_q,)](
+        Strided(q, q.stride()),
+        mean,
+        turned,
+        shift,
+        heads,
+        group,
+        n_q,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        ROTATE=turn,
+        num_warps=1,
+    )
     m = max(16, triton.next_power_of_2(group * n_q))
     tiles = Spec(
         D=head_dim,
