@@ -143,7 +143,7 @@ def launch(
             scale * LOG2_E,
             window,
             WINDOW=window > 0,
-            **variant(tiles.LOW[0], tiles.LOW[2], head_dim),
+            **variant(tiles.LOW[0], tiles.LOW[2], head_dim, group * n_q),
             num_warps=1,
         )
     if not in_registers or n_first + n_newest:
