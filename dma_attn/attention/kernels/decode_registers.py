@@ -11,8 +11,10 @@ sits in one register. P^T goes from one product's result to the next one's opera
 transpositions (`movmatrix`). A program is a warp; it has up to 16 queries (head of the group, token)
 and a split of the low keys.
 
-K with fp32 or E4M3 scales is multiplied in fp16, by Q relative to a power of two for each row; with
-E8M0 scales, which fp16 could not hold, in bf16 by Q as a sum of two numbers. V is bf16.
+K is multiplied in fp16, by Q relative to a power of two for each row: elements of 4 bits times their
+E4M3 scales; elements of 8 bits as they are, their E8M0 scales after the product, block by block.
+Only MXFP4, 4 bits with scales that fp16 could not hold, is multiplied in bf16, by Q as a sum of two
+numbers. V is bf16.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from ...formats import get_format
-from ...quant.jit import bits, block, decode_e4m3, decode_e8m0, scale_kind
-from .codes_ptx import key_asm, value_asm
+from ...quant.jit import bits, block, decode_e8m0, scale_kind
+from .codes_ptx import key_asm, key_power, value_asm, value_power
 from .tiles import has_row_scale
 
 FORMATS = ("int4", "fp4", "nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2")
@@ -47,10 +49,12 @@ def _block_scales(ptr, rows, BEGIN: gl.constexpr, PARTS: gl.constexpr, D: gl.con
 
 
 @gluon.jit
-def _decoded(byte, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
-    byte = byte.to(gl.int32)
-    value = decode_e8m0(byte) if scale_kind(FORMAT) == "e8m0" else decode_e4m3(byte)
-    return value.to(DTYPE)
+def _as_operand(byte, FORMAT: gl.constexpr):
+    """Block scales (N, parts) as the assembly wants them, (N, parts, 1)."""
+    if scale_kind(FORMAT) == "e8m0":
+        return decode_e8m0(byte.to(gl.int32)).to(gl.bfloat16)[:, :, None]
+    else:
+        return byte[:, :, None]
 
 
 @gluon.jit
@@ -62,17 +66,21 @@ def _rows(begin, hi, N: gl.constexpr, STEP: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _key_scales(k, tokens, begin, hi, N: gl.constexpr, D: gl.constexpr, FORMAT: gl.constexpr,
                 K3: gl.constexpr, MMA: gl.constexpr):
-    """As stored: scales of keys (N,), of blocks in the first half of the dims, in the second."""
+    """As stored: scales of keys (N,); of blocks in the first half of the dims, in the second; of
+    8-bit formats those of all blocks of a key in one number (N,)."""
     row = gl.to_tensor(0)
     low = gl.to_tensor(0)
     high = gl.to_tensor(0)
     if has_row_scale(FORMAT):
         row = gl.load(k.row_scales + tokens + _rows(begin, hi, N, 1, gl.SliceLayout(1, MMA)))
-    if scale_kind(FORMAT) != "fp32":
+    if bits(FORMAT) == 8:
+        WORD: gl.constexpr = gl.int32 if D == 128 else gl.int16
+        words = k.scales.to(gl.pointer_type(WORD), bitcast=True)
+        low = gl.load(words + tokens + _rows(begin, hi, N, 1, gl.SliceLayout(1, MMA)))
+    elif scale_kind(FORMAT) != "fp32":
         rows = tokens + _rows(begin, hi, N, 1, gl.SliceLayout(1, gl.SliceLayout(2, K3)))
         low = _block_scales(k.scales, rows, 0, 4, D, FORMAT, K3)
-        if bits(FORMAT) == 4:
-            high = _block_scales(k.scales, rows, D // 2, 4, D, FORMAT, K3)
+        high = _block_scales(k.scales, rows, D // 2, 4, D, FORMAT, K3)
     return row, low, high
 
 
@@ -112,36 +120,61 @@ def _copy(codes, smem, tokens, begin, hi, BYTES: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _keys(byte, low_scale, high_scale, A: gl.constexpr, FORMAT: gl.constexpr, ASM: gl.constexpr,
-          REGISTERS: gl.constexpr):
-    """uint8 (N, bytes) and block scales (N, 4) -> (N, bytes), dims renamed; of low and high
-    nibbles, or twice the same."""
+def _keys_of_4_bits(byte, low_scale, high_scale, A: gl.constexpr, FORMAT: gl.constexpr,
+                    ASM: gl.constexpr, REGISTERS: gl.constexpr):
+    """uint8 (N, bytes) and block scales (N, 4) -> (N, bytes), dims renamed, twice: of low and of
+    high nibbles."""
     N: gl.constexpr = byte.shape[0]
     BYTES: gl.constexpr = byte.shape[1]
     x = byte.reshape(N, 4, BYTES // 4)
-    if bits(FORMAT) == 8:
-        low_scale = _decoded(low_scale, FORMAT, gl.bfloat16)[:, :, None]
-        low = gl.inline_asm_elementwise(ASM, REGISTERS, [x, low_scale], dtype=gl.bfloat16,
-                                        is_pure=True, pack=4)
-        low = _as_keys(low, A)
-        return low, low
+    if scale_kind(FORMAT) == "fp32":
+        low, high = gl.inline_asm_elementwise(
+            ASM, REGISTERS, [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=4)
     else:
-        if scale_kind(FORMAT) == "fp32":
-            low, high = gl.inline_asm_elementwise(
-                ASM, REGISTERS, [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=4)
-        elif scale_kind(FORMAT) == "e4m3":
-            low_scale = _decoded(low_scale, FORMAT, gl.float16)[:, :, None]
-            high_scale = _decoded(high_scale, FORMAT, gl.float16)[:, :, None]
+        low_scale = _as_operand(low_scale, FORMAT)
+        high_scale = _as_operand(high_scale, FORMAT)
+        if scale_kind(FORMAT) == "e4m3":
             low, high = gl.inline_asm_elementwise(
                 ASM, REGISTERS, [x, low_scale, high_scale],
                 dtype=(gl.float16, gl.float16), is_pure=True, pack=4)
         else:
-            low_scale = _decoded(low_scale, FORMAT, gl.bfloat16)[:, :, None]
-            high_scale = _decoded(high_scale, FORMAT, gl.bfloat16)[:, :, None]
             low, high = gl.inline_asm_elementwise(
                 ASM, REGISTERS, [x, low_scale, high_scale],
                 dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4)
-        return _as_keys(low, A), _as_keys(high, A)
+    return _as_keys(low, A), _as_keys(high, A)
+
+
+@gluon.jit
+def _keys_of_8_bits(byte, A: gl.constexpr, ASM: gl.constexpr, REGISTERS: gl.constexpr):
+    """uint8 (N, D) -> fp16 (N, 32), dims renamed, of each block of 32 dims; of 2 blocks twice."""
+    N: gl.constexpr = byte.shape[0]
+    BLOCKS: gl.constexpr = byte.shape[1] // 32
+    x = gl.inline_asm_elementwise(ASM, REGISTERS, [byte], dtype=gl.float16, is_pure=True, pack=4)
+    x = x.reshape(N, BLOCKS, 4, 2, 2, 2).permute(0, 3, 4, 2, 5, 1).reshape(N, 32, BLOCKS)
+    if BLOCKS == 4:
+        even, odd = x.reshape(N, 32, 2, 2).split()
+        x0, x2 = even.split()
+        x1, x3 = odd.split()
+        return (gl.convert_layout(x0, A, assert_trivial=True),
+                gl.convert_layout(x1, A, assert_trivial=True),
+                gl.convert_layout(x2, A, assert_trivial=True),
+                gl.convert_layout(x3, A, assert_trivial=True))
+    else:
+        x0, x1 = x.split()
+        x0 = gl.convert_layout(x0, A, assert_trivial=True)
+        x1 = gl.convert_layout(x1, A, assert_trivial=True)
+        return x0, x1, x0, x1
+
+
+@gluon.jit
+def _times_block_scale(k, q, words, s, INDEX: gl.constexpr, MMA: gl.constexpr):
+    """s (N, M) plus the product with a block of dims, times its E8M0 scales (2^-127 as 0, and NaN
+    as Inf: it multiplies zeros)."""
+    zero = gl.zeros([s.shape[0], s.shape[1]], gl.float32, MMA)
+    LEFT: gl.constexpr = 23 - 8 * INDEX
+    words = words.to(gl.int32)
+    scale = (words << LEFT if LEFT > 0 else words >> -LEFT) & 0x7F800000
+    return gl.fma(mma_v2(k, q, zero), scale.to(gl.float32, bitcast=True)[:, None], s)
 
 
 @gluon.jit
@@ -162,8 +195,8 @@ def _values(byte, scales, A: gl.constexpr, FORMAT: gl.constexpr, ASM: gl.constex
     even, odd = byte.reshape(HALVES, 2, 8, BYTES // 8).permute(0, 2, 3, 1).split()
     if bits(FORMAT) == 8:
         _, e0, o0, _, _ = scales
-        e0 = _decoded(e0, FORMAT, gl.bfloat16)[:, :, None]
-        o0 = _decoded(o0, FORMAT, gl.bfloat16)[:, :, None]
+        e0 = _as_operand(e0, FORMAT)
+        o0 = _as_operand(o0, FORMAT)
         t0, t1 = gl.inline_asm_elementwise(ASM, REGISTERS, [even, odd, e0, o0],
                                            dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4)
         t0, t1 = _as_values(t0, A), _as_values(t1, A)
@@ -175,10 +208,10 @@ def _values(byte, scales, A: gl.constexpr, FORMAT: gl.constexpr, ASM: gl.constex
                 dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=4)
         else:
             _, e0, o0, e1, o1 = scales
-            e0 = _decoded(e0, FORMAT, gl.bfloat16)[:, :, None]
-            o0 = _decoded(o0, FORMAT, gl.bfloat16)[:, :, None]
-            e1 = _decoded(e1, FORMAT, gl.bfloat16)[:, :, None]
-            o1 = _decoded(o1, FORMAT, gl.bfloat16)[:, :, None]
+            e0 = _as_operand(e0, FORMAT)
+            o0 = _as_operand(o0, FORMAT)
+            e1 = _as_operand(e1, FORMAT)
+            o1 = _as_operand(o1, FORMAT)
             t0, t1, t2, t3 = gl.inline_asm_elementwise(
                 ASM, REGISTERS, [even, odd, e0, o0, e1, o1],
                 dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=4)
@@ -206,12 +239,16 @@ def _transposed_blocks(p, B: gl.constexpr):
 
 
 @gluon.jit
-def _query(turned_ptr, row, mask, BEGIN: gl.constexpr, BYTES: gl.constexpr, D: gl.constexpr,
-           B: gl.constexpr):
-    """float32 (BYTES, M): columns of rotated Q^T, `BYTES` dims from BEGIN on, renamed as K's."""
-    kappa = gl.arange(0, BYTES, gl.SliceLayout(1, B))
-    dim = (BEGIN + (BYTES // 4) * ((kappa >> 1) & 3) + 4 * (kappa >> 4) + ((kappa >> 3) & 1)
-           + 2 * (kappa & 1))
+def _query(turned_ptr, row, mask, BEGIN: gl.constexpr, DIMS: gl.constexpr, PARTS: gl.constexpr,
+           D: gl.constexpr, B: gl.constexpr):
+    """float32 (DIMS, M): columns of rotated Q^T, dims from BEGIN on, renamed as K's; PARTS: whether
+    4 bytes of K give dims in the order 0, 2, 1, 3."""
+    kappa = gl.arange(0, DIMS, gl.SliceLayout(1, B))
+    if PARTS:
+        inner = ((kappa >> 3) & 1) + 2 * (kappa & 1)
+    else:
+        inner = ((kappa >> 2) & 2) + (kappa & 1)
+    dim = BEGIN + (DIMS // 4) * ((kappa >> 1) & 3) + 4 * (kappa >> 4) + inner
     return gl.load(turned_ptr + row[None, :] * D + dim[:, None], mask=mask[None, :], other=0.0)
 
 
@@ -238,15 +275,18 @@ def low_keys_kernel(turned_ptr, shift_ptr, k, v, part_ptr, lse_ptr, lengths_ptr,
                     N: gl.constexpr, STAGES: gl.constexpr,
                     K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, K_SHARED: gl.constexpr,
                     V_SHARED: gl.constexpr, K_ASM: gl.constexpr, K_REGISTERS: gl.constexpr,
-                    V_ASM: gl.constexpr, V_REGISTERS: gl.constexpr):
+                    K_POWER: gl.constexpr, V_ASM: gl.constexpr, V_REGISTERS: gl.constexpr,
+                    V_POWER: gl.constexpr):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     QUERIES: gl.constexpr = gl.SliceLayout(0, MMA)
     K_BYTES: gl.constexpr = K_LAYOUT.shape[1]
     V_BYTES: gl.constexpr = V_LAYOUT.shape[1]
-    F16: gl.constexpr = scale_kind(K_FORMAT) != "e8m0"
+    FOUR: gl.constexpr = bits(K_FORMAT) == 4
+    F16: gl.constexpr = scale_kind(K_FORMAT) != "e8m0" or not FOUR
     K_TYPE: gl.constexpr = gl.float16 if F16 else gl.bfloat16
+    DIMS: gl.constexpr = D // 2 if FOUR else 32
     K3: gl.constexpr = gl.zeros([N, K_BYTES], gl.uint8, K_LAYOUT).reshape(
         N, 4, K_BYTES // 4).type.layout
     V3: gl.constexpr = gl.zeros([N, V_BYTES], gl.uint8, V_LAYOUT).reshape(
@@ -295,22 +335,37 @@ def low_keys_kernel(turned_ptr, shift_ptr, k, v, part_ptr, lse_ptr, lengths_ptr,
     head = h * GROUP + row_b // S_Q
     q_row = (b * H_KV * GROUP + head) * S_Q + row_b % S_Q
     mask_b = row_b < GROUP * S_Q
-    q0 = _query(turned_ptr, q_row, mask_b, 0, K_BYTES, D, B)
-    q1 = q0
-    if bits(K_FORMAT) == 4:
-        q1 = _query(turned_ptr, q_row, mask_b, D // 2, K_BYTES, D, B)
+    q0 = _query(turned_ptr, q_row, mask_b, 0, DIMS, FOUR, D, B)
+    q1 = _query(turned_ptr, q_row, mask_b, DIMS, DIMS, FOUR, D, B)
+    q2 = q0
+    q3 = q1
+    if not FOUR and D == 128:
+        q2 = _query(turned_ptr, q_row, mask_b, 64, DIMS, FOUR, D, B)
+        q3 = _query(turned_ptr, q_row, mask_b, 96, DIMS, FOUR, D, B)
     # fp16 is relative to a power of two with which the largest of a row is below 2^15
     unit = gl.full([M], 1.0, gl.float32, QUERIES) * scale
     if F16:
-        largest = gl.max(gl.maximum(gl.abs(q0), gl.abs(q1)), 0).to(gl.int32, bitcast=True) >> 23
+        largest = gl.max(gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)),
+                                    gl.maximum(gl.abs(q2), gl.abs(q3))), 0)
+        largest = largest.to(gl.int32, bitcast=True) >> 23
         factor = _power(268 - largest)[None, :]
         q0 *= factor
         q1 *= factor
-        unit *= gl.convert_layout(_power(largest - 14), QUERIES)
-    hi0 = q0.to(K_TYPE)
-    hi1 = q1.to(K_TYPE)
-    rest0 = (q0 - hi0.to(gl.float32)).to(K_TYPE)
-    rest1 = (q1 - hi1.to(gl.float32)).to(K_TYPE)
+        q2 *= factor
+        q3 *= factor
+        unit *= gl.convert_layout(_power(largest - 14), QUERIES) * 2.0**K_POWER
+    if K_FORMAT == "int4":
+        q1 *= 0.0625
+    h0 = q0.to(K_TYPE)
+    h1 = q1.to(K_TYPE)
+    h2 = q2.to(K_TYPE)
+    h3 = q3.to(K_TYPE)
+    rest0 = (q0 - h0.to(gl.float32)).to(K_TYPE)
+    rest1 = (q1 - h1.to(gl.float32)).to(K_TYPE)
+    s_0 = gl.zeros([N, M], gl.float32, MMA)
+    if K_FORMAT == "int4":  # 8 was added to its elements
+        added = gl.sum(h0.to(gl.float32) + 16.0 * h1.to(gl.float32), 0) * -(8.0 * 2.0**-24)
+        s_0 += gl.convert_layout(added, QUERIES)[None, :]
     shift = gl.zeros([M], gl.float32, QUERIES)
     if shift_ptr is not None:
         at = (b * H_KV * GROUP + h * GROUP + row // S_Q) * S_Q + row % S_Q
@@ -326,16 +381,22 @@ def low_keys_kernel(turned_ptr, shift_ptr, k, v, part_ptr, lse_ptr, lengths_ptr,
     stage = 0
     for block_lo in range(lo, hi, N):
         async_copy.wait_group(STAGES - 2)
-        k0, k1 = _keys(k_smem.index(stage).load(K_LAYOUT), k_low, k_high, A, K_FORMAT, K_ASM,
-                       K_REGISTERS)
-        s = gl.zeros([N, M], gl.float32, MMA)
-        if not F16:
-            s = mma_v2(k0, rest0, s)
-            if bits(K_FORMAT) == 4:
+        k_codes = k_smem.index(stage).load(K_LAYOUT)
+        s = s_0
+        if FOUR:
+            k0, k1 = _keys_of_4_bits(k_codes, k_low, k_high, A, K_FORMAT, K_ASM, K_REGISTERS)
+            if not F16:
+                s = mma_v2(k0, rest0, s)
                 s = mma_v2(k1, rest1, s)
-        s = mma_v2(k0, hi0, s)
-        if bits(K_FORMAT) == 4:
-            s = mma_v2(k1, hi1, s)
+            s = mma_v2(k0, h0, s)
+            s = mma_v2(k1, h1, s)
+        else:
+            k0, k1, k2, k3 = _keys_of_8_bits(k_codes, A, K_ASM, K_REGISTERS)
+            s = _times_block_scale(k0, h0, k_low, s, 0, MMA)
+            s = _times_block_scale(k1, h1, k_low, s, 1, MMA)
+            if D == 128:
+                s = _times_block_scale(k2, h2, k_low, s, 2, MMA)
+                s = _times_block_scale(k3, h3, k_low, s, 3, MMA)
         v_codes = v_smem.index(stage).load(V_LAYOUT)
         # The blocks ahead, where the block before this one was
         ahead = block_lo + (STAGES - 1) * N
@@ -386,7 +447,7 @@ def low_keys_kernel(turned_ptr, shift_ptr, k, v, part_ptr, lse_ptr, lengths_ptr,
     to = (plane * n_splits + first + split) * ROWS + row
     lse = row_max + gl.log2(row_sum)
     gl.store(lse_ptr + to, gl.where(row_sum > 0.0, lse, float("-inf")), mask=mask_m)
-    inverse = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
+    inverse = gl.where(row_sum > 0.0, 2.0**V_POWER / row_sum, 0.0)
     _store(part_ptr, to, mask_m, acc0, inverse, 0, V_BYTES // 8, D)
     _store(part_ptr, to, mask_m, acc1, inverse, 2, V_BYTES // 8, D)
     if bits(V_FORMAT) == 4:
@@ -400,6 +461,8 @@ def variant(k_format: str, v_format: str, head_dim: int, rows: int, n: int = KEY
     """Compile-time arguments for up to 8 or 16 `rows`: what unpacks codes, and how shared memory
     and the registers of a warp hold those of n keys."""
     k, v = (head_dim * get_format(name).bits // 8 for name in (k_format, v_format))
+
+    part = k // 4 if get_format(k_format).bits == 4 else 8  # bytes of K that a lane has in a row
 
     def powers(lo: int, hi: int, axis: int) -> list[list[int]]:
         steps = [1 << i for i in range(lo.bit_length() - 1, hi.bit_length() - 1)]
@@ -417,13 +480,15 @@ def variant(k_format: str, v_format: str, head_dim: int, rows: int, n: int = KEY
         "STAGES": stages,
         "K_ASM": key_asm(k_format)[0],
         "K_REGISTERS": key_asm(k_format)[1],
+        "K_POWER": key_power(k_format),
+        "V_POWER": value_power(v_format),
         "V_ASM": value_asm(v_format)[0],
         "V_REGISTERS": value_asm(v_format)[1],
         "K_SHARED": shared(k),
         "V_SHARED": shared(v),
         "K_LAYOUT": gl.DistributedLinearLayout(
-            [*powers(1, k // 4, 1), *powers(8, n, 0)],
-            [*powers(k // 4, k, 1), *powers(1, 8, 0)], [], [], [n, k]),
+            [*powers(1, part, 1), *powers(4 * part, k, 1), *powers(8, n, 0)],
+            [*powers(part, 4 * part, 1), *powers(1, 8, 0)], [], [], [n, k]),
         "V_LAYOUT": gl.DistributedLinearLayout(
             [*powers(1, v // 8, 1), [1, 0], *powers(8, n, 0)],
             [*powers(2, 8, 0), *powers(v // 8, v, 1)], [], [], [n, v]),
