@@ -178,27 +178,34 @@ def test_compiles(capability: int, text: str, v: tuple[str, str], head_dim: int)
     cache.append(keys, keys)
     with compile_only(capability) as kernels:
         dma_attention_with_kvcache(keys[:, :, :1], cache, impl="triton")
-    names = ["query_kernel", "low_keys_kernel", "decode_kernel", "_combine_kernel"]
+    names = ["decode_kernel", "low_keys_kernel", "_combine_kernel"]
+    if text == "default":  # its newest keys are quantised; E4M3 -> fp16 came after 8.0
+        names = ["query_kernel", "decode_kernel", *names[2 if capability == 80 else 1:]]
     assert [x.metadata.name for x in kernels] == names
-    assert kernels[1].metadata.shared == 0  # what lanes exchange goes by shuffles
+    overlapping = [x for x in kernels if "griddepcontrol" in x.asm["ptx"]]
+    assert len(overlapping) == (0 if capability == 80 else 3)
 
 
+@pytest.mark.parametrize("queries_of_a_row", [1, 4])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_low_keys_stay_in_registers(head_dim: int, tmp_path: Path) -> None:
-    """Every format compiles to code without shared memory, spills or a barrier."""
+def test_low_keys_fit_an_sm(head_dim: int, queries_of_a_row: int, tmp_path: Path) -> None:
+    """Every format compiles without spills, and as many programs as planned run at a time."""
     pytest.importorskip("triton")
-    from dma_attn.attention.kernels.decode_registers import FORMATS
+    from dma_attn.attention.kernels.decode_registers import FORMATS, resident, variant
     from tests.compiling import compile_only, machine_code
 
     keys = torch.zeros(1, 1, 200, head_dim, dtype=torch.bfloat16)
+    query = keys[:, :, :queries_of_a_row].repeat(1, 4, 1, 1)
     for low in FORMATS:
         cache = MixedKVCache(1, 1, head_dim, v_low=low,
                              config=DMAConfig(high="none", low=low, diag=0, sink=0))
         cache.append(keys, keys)
         with compile_only(90) as kernels:
-            dma_attention_with_kvcache(keys[:, :, :1], cache, impl="triton")
-        assert [x.metadata.name for x in kernels] == ["query_kernel", "low_keys_kernel",
-                                                       "_combine_kernel"]
-        code = machine_code(kernels[1], tmp_path)
-        assert kernels[1].metadata.shared == 0 and "HMMA" in code
-        assert not re.search(r"\b(STL|LDL|BAR|LDS|STS)\b", code), low
+            dma_attention_with_kvcache(query, cache, impl="triton")
+        assert [x.metadata.name for x in kernels] == ["low_keys_kernel", "_combine_kernel"]
+        code = machine_code(kernels[0], tmp_path)
+        assert "HMMA" in code and not re.search(r"\b(STL|LDL)\b", code), low
+        plan = resident(variant(low, low, head_dim, 4 * queries_of_a_row))
+        assert plan * (kernels[0].metadata.shared + 1024) <= 227 * 1024
+        registers = re.search(r"\.maxnreg (\d+)", kernels[0].asm["ptx"])
+        assert registers and plan * 32 * -(-int(registers[1]) // 8) * 8 <= 65536

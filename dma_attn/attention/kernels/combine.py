@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from ...quant.jit import constant, hadamard, item
 from ...quant.kernels import Strided
@@ -18,8 +19,10 @@ from ...quant.kernels import Strided
 @triton.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "n_first", "n_newest", "n_splits"])
 def _combine_kernel(part_ptr, lse_ptr, out, out_lse_ptr, H_KV, GROUP, S_Q, n_first, n_newest,
                     n_splits, M: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-                    SPLITS: tl.constexpr, TURNED: tl.constexpr):
+                    SPLITS: tl.constexpr, TURNED: tl.constexpr, OVERLAP: tl.constexpr):
     """One row: its parts weighted by their LSE, those of rotated V turned back."""
+    if OVERLAP:
+        gdc_wait()
     rows = GROUP * S_Q
     plane = (tl.program_id(0) // rows).to(tl.int64)
     row = tl.program_id(0) % rows
@@ -73,6 +76,7 @@ def launch(
     n_q: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    overlap: bool,
 ) -> None:
     """Fill out (B, H_q, S_q, Dv) and lse (B, H_q, S_q).
 
@@ -80,6 +84,7 @@ def launch(
         parts: float32 (B * H_kv, splits, M, Dv), normalised; lses: (B * H_kv, splits, M), base 2.
         kinds: Splits of the first keys and of the newest, which come in that order; then the low.
         turned: Whether parts of first, low and newest keys are rotated.
+        overlap: Start before the parts are there, and wait for them.
     """
     planes, n_splits, m, value_dim = parts.shape
     _combine_kernel[(planes * group * n_q,)](
@@ -95,7 +100,9 @@ def launch(
         M=m,
         DV=value_dim,
         BLOCK_DV=triton.next_power_of_2(value_dim),
-        SPLITS=min(64, triton.next_power_of_2(n_splits)),
+        SPLITS=min(128, triton.next_power_of_2(n_splits)),
         TURNED=turned,
-        num_warps=4,
+        OVERLAP=overlap,
+        num_warps=4 if n_splits <= 32 else 8,
+        launch_pdl=overlap,
     )

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...quant.jit import (
     bits,
@@ -214,7 +215,9 @@ def query_kernel(q, mean_ptr, turned_ptr, shift_ptr, H, GROUP, S_Q, D: tl.conste
 def decode_kernel(q, turned_ptr, shift_ptr, k_first, k_low, k_newest, v_first, v_low, v_newest,
                    part_ptr, lse_ptr, lengths_ptr, near_ptr, starts_ptr, valid_ptr, H_KV, GROUP,
                    S_Q, n_first, n_newest, n_low, n_splits, diag, sink, ring, sink_size, capacity,
-                   valid_size, scale, window, SPEC: tl.constexpr):
+                   valid_size, scale, window, SPEC: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
     M: tl.constexpr = SPEC.M
     N: tl.constexpr = SPEC.N
     D: tl.constexpr = SPEC.D
@@ -254,9 +257,12 @@ def decode_kernel(q, turned_ptr, shift_ptr, k_first, k_low, k_newest, v_first, v
     raw0 = tl.load(q.ptr + at, mask=mask, other=0.0)
     raw1 = tl.load(q.ptr + at + (D // 2) * q.strides[3], mask=mask, other=0.0)
     q_row = (b * H_KV * GROUP + head) * S_Q + i
-    at = q_row[:, None] * D + offs[None, :]
-    turned0 = tl.load(turned_ptr + at, mask=mask, other=0.0)
-    turned1 = tl.load(turned_ptr + at + D // 2, mask=mask, other=0.0)
+    turned0 = raw0
+    turned1 = raw1
+    if turned_ptr is not None:
+        at = q_row[:, None] * D + offs[None, :]
+        turned0 = tl.load(turned_ptr + at, mask=mask, other=0.0)
+        turned1 = tl.load(turned_ptr + at + D // 2, mask=mask, other=0.0)
     queries = (raw0, raw1, turned0, turned1)
     shift = tl.zeros([M], tl.float32)
     if shift_ptr is not None:

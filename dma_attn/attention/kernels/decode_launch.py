@@ -1,7 +1,8 @@
 """Launches of a decode step: the splits of a cache's keys, and which kernel takes them.
 
 The low keys go to `decode_registers` where its formats and sizes are, else to `decode` with the
-first and the newest; `combine` adds the parts.
+first and the newest; `combine` adds the parts. From Hopper on these kernels overlap (programmatic
+dependent launch): each may start when all programs of the one before have, and the last one waits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ...device import device_info, gluon_runs, interpreting, processor_count
+from ...device import DeviceInfo, device_info, gluon_runs, interpreting, processor_count
 from ...formats import LOG2_E
 from ...quant.kernels import Quantised, Strided
 from ...quant.store import Copies
@@ -21,7 +22,6 @@ from .decode import Spec, decode_kernel, query_kernel
 BLOCK_N = 64
 NEAR_SPLIT = 256  # keys of a split of the first or the newest
 PROGRAMS = 4  # on an SM
-WARPS = 11  # on an SM, of the kernel that keeps low keys in registers
 
 
 class Layout(NamedTuple):
@@ -77,21 +77,6 @@ def launch(
             spec += [copies.low.format.name, "direct"] if store is None else [
                 store.format.name, where]
         kinds.append(tuple(spec))
-    turned = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    shift = None if mean is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    query_kernel[(batch * heads * n_q,)](
-        Strided(q, q.stride()),
-        mean,
-        turned,
-        shift,
-        heads,
-        group,
-        n_q,
-        D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        ROTATE=turn,
-        num_warps=1,
-    )
     m = max(16, triton.next_power_of_2(group * n_q))
     tiles = Spec(
         D=head_dim,
@@ -108,11 +93,19 @@ def launch(
         UPCAST=interpreting(),
     )
     planes = batch * kv_heads
-    in_registers = _low_in_registers(tiles, q.device)
+    info = None if interpreting() else device_info(q.device)
+    overlap = info is not None and info.capability >= (9, 0)
+    in_registers = info is not None and q.dtype != torch.float32 and _in_registers(tiles, info)
     n_first = -(-layout.first // NEAR_SPLIT) if layout.sink else 0
     n_newest = -(-layout.ring // NEAR_SPLIT) if layout.diag else 0
-    programs = WARPS if in_registers else PROGRAMS
-    n_low = programs * processor_count(q.device) // planes - n_first - n_newest
+    sms = processor_count(q.device)
+    if in_registers:
+        from .decode_registers import low_keys_kernel, resident, variant
+
+        kernel = variant(tiles.LOW[0], tiles.LOW[2], head_dim, group * n_q)
+        n_low = resident(kernel) * sms // planes
+    else:
+        n_low = PROGRAMS * sms // planes - n_first - n_newest
     n_low = max(1, min(n_low, layout.capacity // 256))
     n_splits = n_first + n_newest + n_low
     parts = torch.empty(planes, n_splits, m, value_dim, dtype=torch.float32, device=q.device)
@@ -120,34 +113,13 @@ def launch(
     lengths = layout.lengths, layout.near, layout.starts, layout.valid
     ends = layout.diag, layout.sink
     valid_size = 0 if layout.valid is None else layout.valid.shape[1]
-    if in_registers:
-        from .decode_registers import low_keys_kernel, variant
-
-        low_keys_kernel[(planes, n_low)](
-            turned,
-            shift,
-            _parts(k, "low"),
-            _parts(v, "low"),
-            parts,
-            lses,
-            *lengths,
-            kv_heads,
-            group,
-            n_q,
-            n_first + n_newest,
-            n_low,
-            n_splits,
-            *ends,
-            layout.capacity,
-            valid_size,
-            scale * LOG2_E,
-            window,
-            WINDOW=window > 0,
-            **variant(tiles.LOW[0], tiles.LOW[2], head_dim, group * n_q),
-            num_warps=1,
-        )
-    if not in_registers or n_first + n_newest:
-        decode_kernel[(planes, n_first + n_newest + (0 if in_registers else n_low))](
+    near = n_first + n_newest + (0 if in_registers else n_low)
+    if near:
+        turned = shift = None
+        quantised = tiles.LOW[:1] * (not in_registers) + tiles.FIRST[:1] * bool(n_first)
+        if set(quantised + tiles.NEWEST[:1] * bool(n_newest)) - {"none"}:
+            turned, shift = _turned(q, mean, group, turn)
+        decode_kernel[(planes, near)](
             Strided(q, q.stride()),
             turned,
             shift,
@@ -170,21 +142,73 @@ def launch(
             scale * LOG2_E,
             window,
             SPEC=tiles,
-            num_warps=4,
+            OVERLAP=overlap,
+            num_warps=4 if m < 64 else 2,  # wgmma, of 64 rows and 4 warps, gives wrong results
             num_stages=2,
         )
-    combine.launch(parts, lses, (n_first, n_newest), tiles.TURNED, group, n_q, out, lse)
+    if in_registers:
+        low_keys_kernel[(planes, n_low)](
+            Strided(q, q.stride()),
+            mean,
+            _parts(k, "low"),
+            _parts(v, "low"),
+            parts,
+            lses,
+            *lengths,
+            kv_heads,
+            group,
+            n_q,
+            n_first + n_newest,
+            n_low,
+            n_splits,
+            *ends,
+            layout.capacity,
+            valid_size,
+            scale * LOG2_E,
+            window,
+            ROTATE=turn,
+            WINDOW=window > 0,
+            OVERLAP=overlap,
+            **kernel,
+            num_warps=1,
+            launch_pdl=overlap and near > 0,
+        )
+    combine.launch(parts, lses, (n_first, n_newest), tiles.TURNED, group, n_q, out, lse, overlap)
 
 
-def _low_in_registers(spec: Spec, device: torch.device) -> bool:
+def _in_registers(spec: Spec, info: DeviceInfo) -> bool:
     """Whether `decode_registers` serves the low keys: its formats, 64 or 128 dims, 16 rows."""
-    info = None if interpreting() else device_info(device)
-    if info is None or not gluon_runs(info):
+    if not gluon_runs(info):
         return False
     from .decode_registers import FORMATS
 
+    formats = {spec.LOW[0], spec.LOW[2]}
     dims = (spec.D, spec.DV) in ((64, 64), (128, 128))
-    return dims and spec.M == 16 and spec.LOW[0] in FORMATS and spec.LOW[2] in FORMATS
+    return (dims and spec.M == 16 and formats <= set(FORMATS)
+            and (info.capability >= (8, 9) or not formats & {"nvfp4", "mxfp8"}))  # E4M3 -> fp16
+
+
+def _turned(
+    q: torch.Tensor, mean: torch.Tensor | None, group: int, turn: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Q as quantised K wants it, float32: rotated if told so; and its product with K's mean."""
+    batch, heads, n_q, head_dim = q.shape
+    turned = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    shift = None if mean is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    query_kernel[(batch * heads * n_q,)](
+        Strided(q, q.stride()),
+        mean,
+        turned,
+        shift,
+        heads,
+        group,
+        n_q,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        ROTATE=turn,
+        num_warps=1,
+    )
+    return turned, shift
 
 
 def _parts(copies: Copies, kind: str) -> Quantised:

@@ -1,39 +1,45 @@
 """The low keys of a decode step by single warps, for 4-bit formats and 8-bit floats.
 
-    codes, asynchronously    -> shared memory, STAGES blocks of keys ahead of the product
-    S^T = K Q^T              K row: lane c of 4 reads a quarter of its bytes   = its part of operand A
-    O^T = V^T P^T            V rows 2i, 2i + 1: lane g of 8 reads an eighth of both, in pairs of keys
+    codes          -> shared memory, asynchronously, STAGES blocks of keys ahead of the products
+    S^T = K Q^T       K row: lane c of 4 reads a quarter of its bytes, its part of operand A
+    O^T = V^T P^T     V rows 2i, 2i + 1: lane g of 8 reads an eighth of both, in pairs of keys
 
-Keys, then V's dims, are the 16 rows of a tensor core's product, and the queries its 8 columns, so that
-a group of 4 heads wastes half of it and not three quarters. Dims and keys are renamed so that what a
-lane reads is what the product wants from it, and no lane's part is longer than a block: its scale
-sits in one register. P^T goes from one product's result to the next one's operand by 8 x 8
-transpositions (`movmatrix`). A program is a warp; it has up to 16 queries (head of the group, token)
-and a split of the low keys.
+Keys, then V's dims, are the 16 rows of a tensor core's product, and the queries its 8 columns, so
+that a group of 4 heads wastes half of it and not three quarters. Dims and keys are renamed so that
+what a lane reads is what the product wants from it, and no lane's part is longer than a block: its
+scale sits in one register. P^T goes from one product's result to the next one's operand by 8 x 8
+transpositions (`movmatrix`). A program is a warp; it has up to 16 queries (head of the group,
+token) and a split of the low keys. It rotates its queries itself, by a product with the Hadamard
+matrix.
 
-K is multiplied in fp16, by Q relative to a power of two for each row: elements of 4 bits times their
-E4M3 scales; elements of 8 bits as they are, their E8M0 scales after the product, block by block.
-Only MXFP4, 4 bits with scales that fp16 could not hold, is multiplied in bf16, by Q as a sum of two
-numbers. V is bf16.
+K is multiplied in fp16, by Q relative to a power of two for each row: elements of 4 bits times
+their E4M3 scales; elements of 8 bits as they are, their E8M0 scales after the product, block by
+block. Only MXFP4, 4 bits with scales that fp16 could not hold, is multiplied in bf16, by Q as a sum
+of two numbers. V is bf16.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...formats import get_format
-from ...quant.jit import bits, block, decode_e8m0, scale_kind
+from ...quant.jit import bits, block, decode_e8m0, rotation_norm, scale_kind
 from .codes_ptx import key_asm, key_power, value_asm, value_power
 from .tiles import has_row_scale
 
 FORMATS = ("int4", "fp4", "nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2")
 KEYS = 32  # of a block
 STAGES = 3
+WARPS = {8: 12, 16: 8}  # on an SM, for 8 and 16 rows
+REGISTERS = {8: 168, 16: 255}  # with which that many fit
+SHARED = 227 * 1024  # bytes of an SM, 1 KB of which goes with each program
 ROWS = gl.constexpr(16)  # of a part of the output
 
 
@@ -227,29 +233,57 @@ def _as_values(x, A: gl.constexpr):
 
 
 @gluon.jit
-def _transposed_blocks(p, B: gl.constexpr):
-    """P^T (N, M) from a product's result to operand B: each 8 x 8 block is transposed twice, once
-    among lanes and once by name."""
-    N: gl.constexpr = p.shape[0]
-    M: gl.constexpr = p.shape[1]
-    p = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p],
-                                  dtype=gl.bfloat16, is_pure=False, pack=2)
-    p = p.reshape(N // 8, 8, M // 8, 8).permute(0, 3, 2, 1).reshape(N, M)
-    return gl.convert_layout(p, B, assert_trivial=True)
+def _transposed_blocks(x, B: gl.constexpr):
+    """16-bit x (N, M) from a product's result to operand B: each 8 x 8 block is transposed twice,
+    once among lanes and once by name."""
+    N: gl.constexpr = x.shape[0]
+    M: gl.constexpr = x.shape[1]
+    x = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x],
+                                  dtype=x.dtype, is_pure=False, pack=2)
+    x = x.reshape(N // 8, 8, M // 8, 8).permute(0, 3, 2, 1).reshape(N, M)
+    return gl.convert_layout(x, B, assert_trivial=True)
 
 
 @gluon.jit
-def _query(turned_ptr, row, mask, BEGIN: gl.constexpr, DIMS: gl.constexpr, PARTS: gl.constexpr,
-           D: gl.constexpr, B: gl.constexpr):
-    """float32 (DIMS, M): columns of rotated Q^T, dims from BEGIN on, renamed as K's; PARTS: whether
-    4 bytes of K give dims in the order 0, 2, 1, 3."""
+def _dims(kappa, BEGIN: gl.constexpr, DIMS: gl.constexpr, PARTS: gl.constexpr):
+    """The dims that the product has at kappa < DIMS, from BEGIN on, a permutation of bits; PARTS:
+    whether 4 bytes of K give dims in the order 0, 2, 1, 3."""
+    i, j = (kappa >> 3) & 1, kappa & 1
+    inner = i + 2 * j if PARTS else 2 * i + j
+    return BEGIN + (DIMS // 4) * ((kappa >> 1) & 3) + 4 * (kappa >> 4) + inner
+
+
+@gluon.jit
+def _hadamard(SIZE: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr):
+    """The matrix of +-1 entries, 64 or 32 wide: the same for indices whose bits are permuted."""
+    i = gl.arange(0, SIZE, gl.SliceLayout(1, A))
+    j = gl.arange(0, SIZE, gl.SliceLayout(0, A))
+    x = i[:, None] & j[None, :]
+    x = gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True,
+                                  pack=1)
+    return (1 - 2 * (x & 1)).to(DTYPE)
+
+
+@gluon.jit
+def _identity(SIZE: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr):
+    i = gl.arange(0, SIZE, gl.SliceLayout(1, A))
+    j = gl.arange(0, SIZE, gl.SliceLayout(0, A))
+    return (i[:, None] == j[None, :]).to(DTYPE)
+
+
+@gluon.jit
+def _query(q, mean_ptr, at, mask, matrix, BEGIN: gl.constexpr, PARTS: gl.constexpr,
+           DIMS: gl.constexpr, B: gl.constexpr, MMA: gl.constexpr):
+    """DIMS dims of Q^T from BEGIN on, renamed as K's: float32 (DIMS, M), times the matrix; and
+    their share of q . mean (M,)."""
     kappa = gl.arange(0, DIMS, gl.SliceLayout(1, B))
-    if PARTS:
-        inner = ((kappa >> 3) & 1) + 2 * (kappa & 1)
-    else:
-        inner = ((kappa >> 2) & 2) + (kappa & 1)
-    dim = BEGIN + (DIMS // 4) * ((kappa >> 1) & 3) + 4 * (kappa >> 4) + inner
-    return gl.load(turned_ptr + row[None, :] * D + dim[:, None], mask=mask[None, :], other=0.0)
+    dims = _dims(kappa, BEGIN, DIMS, PARTS)
+    x = gl.load(q.ptr + at[None, :] + (dims * q.strides[3])[:, None], mask=mask[None, :],
+                other=0.0)
+    shift = gl.zeros([x.shape[1]], gl.float32, gl.SliceLayout(0, B))
+    if mean_ptr is not None:
+        shift = gl.sum(x.to(gl.float32) * gl.load(mean_ptr + dims)[:, None], 0)
+    return mma_v2(matrix, x, gl.zeros([DIMS, x.shape[1]], gl.float32, MMA)), shift
 
 
 @gluon.jit
@@ -268,9 +302,10 @@ def _store(part_ptr, to, mask, acc, inverse, BEGIN: gl.constexpr, PART: gl.const
 
 @gluon.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "first", "diag", "sink", "window",
                               "valid_size", "n_low"])
-def low_keys_kernel(turned_ptr, shift_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
+def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
                     starts_ptr, valid_ptr, H_KV, GROUP, S_Q, first, n_low, n_splits, diag, sink,
-                    capacity, valid_size, scale, window, D: gl.constexpr, WINDOW: gl.constexpr,
+                    capacity, valid_size, scale, window, D: gl.constexpr, ROTATE: gl.constexpr,
+                    WINDOW: gl.constexpr, OVERLAP: gl.constexpr,
                     K_FORMAT: gl.constexpr, V_FORMAT: gl.constexpr, M: gl.constexpr,
                     N: gl.constexpr, STAGES: gl.constexpr,
                     K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, K_SHARED: gl.constexpr,
@@ -291,6 +326,8 @@ def low_keys_kernel(turned_ptr, shift_ptr, k, v, part_ptr, lse_ptr, lengths_ptr,
         N, 4, K_BYTES // 4).type.layout
     V3: gl.constexpr = gl.zeros([N, V_BYTES], gl.uint8, V_LAYOUT).reshape(
         N // 2, 2, 8, V_BYTES // 8).permute(0, 2, 3, 1).split()[0].type.layout
+    if OVERLAP:
+        gdc_launch_dependents()
     plane = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1)
     b = plane // H_KV
@@ -330,18 +367,36 @@ def low_keys_kernel(turned_ptr, shift_ptr, k, v, part_ptr, lse_ptr, lengths_ptr,
     full_lo = lo
     if WINDOW:
         full_lo = gl.max(pos_m, 0) - window + 1
-    # Q^T: columns as the operand has them
+    # Q^T, and what it has with K's mean
     row_b = gl.arange(0, M, gl.SliceLayout(0, B))
-    head = h * GROUP + row_b // S_Q
-    q_row = (b * H_KV * GROUP + head) * S_Q + row_b % S_Q
     mask_b = row_b < GROUP * S_Q
-    q0 = _query(turned_ptr, q_row, mask_b, 0, DIMS, FOUR, D, B)
-    q1 = _query(turned_ptr, q_row, mask_b, DIMS, DIMS, FOUR, D, B)
+    at = (b * q.strides[0] + (h * GROUP + row_b // S_Q) * q.strides[1]
+          + (row_b % S_Q) * q.strides[2])
+    if mean_ptr is not None:
+        mean_ptr += plane * D
+    if ROTATE:
+        matrix = _hadamard(DIMS, q.ptr.dtype.element_ty, A)
+    else:
+        matrix = _identity(DIMS, q.ptr.dtype.element_ty, A)
+    q0, shift0 = _query(q, mean_ptr, at, mask_b, matrix, 0, FOUR, DIMS, B, MMA)
+    q1, shift1 = _query(q, mean_ptr, at, mask_b, matrix, DIMS, FOUR, DIMS, B, MMA)
+    shift0 += shift1
     q2 = q0
     q3 = q1
     if not FOUR and D == 128:
-        q2 = _query(turned_ptr, q_row, mask_b, 64, DIMS, FOUR, D, B)
-        q3 = _query(turned_ptr, q_row, mask_b, 96, DIMS, FOUR, D, B)
+        q2, shift2 = _query(q, mean_ptr, at, mask_b, matrix, 64, FOUR, DIMS, B, MMA)
+        q3, shift3 = _query(q, mean_ptr, at, mask_b, matrix, 96, FOUR, DIMS, B, MMA)
+        shift0 += shift2 + shift3
+    if ROTATE:
+        q0, q1 = q0 + q1, q0 - q1
+        if not FOUR and D == 128:
+            q2, q3 = q2 + q3, q2 - q3
+            q0, q1, q2, q3 = q0 + q2, q1 + q3, q0 - q2, q1 - q3
+        q0 *= rotation_norm(D)
+        q1 *= rotation_norm(D)
+        q2 *= rotation_norm(D)
+        q3 *= rotation_norm(D)
+    shift = gl.convert_layout(shift0, QUERIES) * scale
     # fp16 is relative to a power of two with which the largest of a row is below 2^15
     unit = gl.full([M], 1.0, gl.float32, QUERIES) * scale
     if F16:
@@ -353,23 +408,27 @@ def low_keys_kernel(turned_ptr, shift_ptr, k, v, part_ptr, lse_ptr, lengths_ptr,
         q1 *= factor
         q2 *= factor
         q3 *= factor
-        unit *= gl.convert_layout(_power(largest - 14), QUERIES) * 2.0**K_POWER
+        unit *= _power(largest - 14) * 2.0**K_POWER
     if K_FORMAT == "int4":
         q1 *= 0.0625
     h0 = q0.to(K_TYPE)
     h1 = q1.to(K_TYPE)
-    h2 = q2.to(K_TYPE)
-    h3 = q3.to(K_TYPE)
     rest0 = (q0 - h0.to(gl.float32)).to(K_TYPE)
     rest1 = (q1 - h1.to(gl.float32)).to(K_TYPE)
     s_0 = gl.zeros([N, M], gl.float32, MMA)
     if K_FORMAT == "int4":  # 8 was added to its elements
-        added = gl.sum(h0.to(gl.float32) + 16.0 * h1.to(gl.float32), 0) * -(8.0 * 2.0**-24)
-        s_0 += gl.convert_layout(added, QUERIES)[None, :]
-    shift = gl.zeros([M], gl.float32, QUERIES)
-    if shift_ptr is not None:
-        at = (b * H_KV * GROUP + h * GROUP + row // S_Q) * S_Q + row % S_Q
-        shift = gl.load(shift_ptr + at, mask=mask_m, other=0.0) * scale
+        added = gl.sum(h0.to(gl.float32) + 16.0 * h1.to(gl.float32), 0)
+        s_0 += (added * -(8.0 * 2.0**-24))[None, :]
+    h0 = _transposed_blocks(h0, B)
+    h1 = _transposed_blocks(h1, B)
+    h2 = h0
+    h3 = h1
+    if not F16:
+        rest0 = _transposed_blocks(rest0, B)
+        rest1 = _transposed_blocks(rest1, B)
+    if not FOUR and D == 128:
+        h2 = _transposed_blocks(q2.to(K_TYPE), B)
+        h3 = _transposed_blocks(q3.to(K_TYPE), B)
     if valid_ptr is not None:
         valid_ptr += b * valid_size
     acc0 = gl.zeros([V_BYTES // 2, M], gl.float32, MMA)
@@ -453,6 +512,8 @@ def low_keys_kernel(turned_ptr, shift_ptr, k, v, part_ptr, lse_ptr, lengths_ptr,
     if bits(V_FORMAT) == 4:
         _store(part_ptr, to, mask_m, acc2, inverse, D // 2, V_BYTES // 8, D)
         _store(part_ptr, to, mask_m, acc3, inverse, D // 2 + 2, V_BYTES // 8, D)
+    if OVERLAP:  # what comes next takes the kernel before this one as done, too
+        gdc_wait()
 
 
 @functools.cache
@@ -462,6 +523,7 @@ def variant(k_format: str, v_format: str, head_dim: int, rows: int, n: int = KEY
     and the registers of a warp hold those of n keys."""
     k, v = (head_dim * get_format(name).bits // 8 for name in (k_format, v_format))
 
+    m = 8 if rows <= 8 else 16
     part = k // 4 if get_format(k_format).bits == 4 else 8  # bytes of K that a lane has in a row
 
     def powers(lo: int, hi: int, axis: int) -> list[list[int]]:
@@ -475,9 +537,10 @@ def variant(k_format: str, v_format: str, head_dim: int, rows: int, n: int = KEY
         "K_FORMAT": k_format,
         "V_FORMAT": v_format,
         "D": head_dim,
-        "M": 8 if rows <= 8 else 16,
+        "M": m,
         "N": n,
         "STAGES": stages,
+        "maxnreg": REGISTERS[m],
         "K_ASM": key_asm(k_format)[0],
         "K_REGISTERS": key_asm(k_format)[1],
         "K_POWER": key_power(k_format),
@@ -493,3 +556,9 @@ def variant(k_format: str, v_format: str, head_dim: int, rows: int, n: int = KEY
             [*powers(1, v // 8, 1), [1, 0], *powers(8, n, 0)],
             [*powers(2, 8, 0), *powers(v // 8, v, 1)], [], [], [n, v]),
     }
+
+
+def resident(kernel: dict[str, Any]) -> int:
+    """Programs of a `variant` that an SM of Hopper holds at a time."""
+    staged = kernel["STAGES"] * sum(math.prod(kernel[x].shape) for x in ("K_LAYOUT", "V_LAYOUT"))
+    return int(min(WARPS[kernel["M"]], SHARED // (staged + 1024)))
