@@ -41,6 +41,7 @@ BELOW_KERNELS = {
     f"{KERNELS}.combine",
     f"{KERNELS}.unpack",
     f"{KERNELS}.decode",
+    f"{KERNELS}.decode_operands",
     f"{KERNELS}.decode_registers",
     f"{KERNELS}.codes_ptx",
     f"{KERNELS}.hopper",

@@ -30,88 +30,28 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...formats import get_format
-from ...quant.jit import bits, block, decode_e8m0, rotation_norm, scale_kind
+from ...quant.jit import bits, rotation_norm, scale_kind
 from .codes_ptx import key_asm, key_power, value_asm, value_power
+from .decode_operands import (
+    hadamard_operand,
+    identity_operand,
+    key_scales,
+    keys_of_4_bits,
+    keys_of_8_bits,
+    rotated_query,
+    rows_from,
+    transposed_blocks,
+    value_operands,
+    value_scales,
+)
 from .tiles import has_row_scale
 
 FORMATS = ("int4", "fp4", "nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2")
-KEYS = 32  # of a block
-STAGES = 3
-WARPS = {8: 12, 16: 8}  # on an SM, for 8 and 16 rows
-REGISTERS = {8: 168, 16: 255}  # with which that many fit
+STAGES = 2
+# By rows: keys of a block, warps on an SM, and registers of a lane, with which these fit
+SHAPES = {8: (32, 12, 168), 16: (32, 8, 255)}
 SHARED = 227 * 1024  # bytes of an SM, 1 KB of which goes with each program
 ROWS = gl.constexpr(16)  # of a part of the output
-
-
-@gluon.jit
-def _block_scales(ptr, rows, BEGIN: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr,
-                  FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Bytes of the block scales of parts of rows (N,), as many bytes of codes each, whose dims
-    begin with BEGIN: (N, PARTS)."""
-    BLOCK: gl.constexpr = block(FORMAT, D)
-    PART: gl.constexpr = D * bits(FORMAT) // 8 // PARTS
-    part = gl.arange(0, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    return gl.load(ptr + rows[:, None] * (D // BLOCK) + ((part * PART + BEGIN) // BLOCK)[None, :])
-
-
-@gluon.jit
-def _as_operand(byte, FORMAT: gl.constexpr):
-    """Block scales (N, parts) as the assembly wants them, (N, parts, 1)."""
-    if scale_kind(FORMAT) == "e8m0":
-        return decode_e8m0(byte.to(gl.int32)).to(gl.bfloat16)[:, :, None]
-    else:
-        return byte[:, :, None]
-
-
-@gluon.jit
-def _rows(begin, hi, N: gl.constexpr, STEP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Every STEP-th key from begin on; those from hi on repeat the last one (and are hidden)."""
-    return gl.minimum(begin + STEP * gl.arange(0, N, LAYOUT), hi - 1)
-
-
-@gluon.jit
-def _key_scales(k, tokens, begin, hi, N: gl.constexpr, D: gl.constexpr, FORMAT: gl.constexpr,
-                K3: gl.constexpr, MMA: gl.constexpr):
-    """As stored: scales of keys (N,); of blocks in the first half of the dims, in the second; of
-    8-bit formats those of all blocks of a key in one number (N,)."""
-    row = gl.to_tensor(0)
-    low = gl.to_tensor(0)
-    high = gl.to_tensor(0)
-    if has_row_scale(FORMAT):
-        row = gl.load(k.row_scales + tokens + _rows(begin, hi, N, 1, gl.SliceLayout(1, MMA)))
-    if bits(FORMAT) == 8:
-        WORD: gl.constexpr = gl.int32 if D == 128 else gl.int16
-        words = k.scales.to(gl.pointer_type(WORD), bitcast=True)
-        low = gl.load(words + tokens + _rows(begin, hi, N, 1, gl.SliceLayout(1, MMA)))
-    elif scale_kind(FORMAT) != "fp32":
-        rows = tokens + _rows(begin, hi, N, 1, gl.SliceLayout(1, gl.SliceLayout(2, K3)))
-        low = _block_scales(k.scales, rows, 0, 4, D, FORMAT, K3)
-        high = _block_scales(k.scales, rows, D // 2, 4, D, FORMAT, K3)
-    return row, low, high
-
-
-@gluon.jit
-def _value_scales(v, tokens, begin, hi, N: gl.constexpr, D: gl.constexpr, FORMAT: gl.constexpr,
-                  V3: gl.constexpr, MMA: gl.constexpr):
-    """As stored: scales of keys (N,), then of blocks: even keys, odd keys, of the first half of
-    the dims and of the second."""
-    row = gl.to_tensor(0)
-    even = gl.to_tensor(0)
-    odd = gl.to_tensor(0)
-    even_high = gl.to_tensor(0)
-    odd_high = gl.to_tensor(0)
-    if has_row_scale(FORMAT):
-        row = gl.load(v.row_scales + tokens + _rows(begin, hi, N, 1, gl.SliceLayout(1, MMA)))
-    if scale_kind(FORMAT) != "fp32":
-        LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, V3))
-        evens = tokens + _rows(begin, hi, N // 2, 2, LAYOUT)
-        odds = tokens + _rows(begin + 1, hi, N // 2, 2, LAYOUT)
-        even = _block_scales(v.scales, evens, 0, 8, D, FORMAT, V3)
-        odd = _block_scales(v.scales, odds, 0, 8, D, FORMAT, V3)
-        if bits(FORMAT) == 4:
-            even_high = _block_scales(v.scales, evens, D // 2, 8, D, FORMAT, V3)
-            odd_high = _block_scales(v.scales, odds, D // 2, 8, D, FORMAT, V3)
-    return row, even, odd, even_high, odd_high
 
 
 @gluon.jit
@@ -119,57 +59,10 @@ def _copy(codes, smem, tokens, begin, hi, BYTES: gl.constexpr, N: gl.constexpr):
     """Start to copy the codes of keys, (N, BYTES), unless they begin at hi or behind."""
     LANES: gl.constexpr = BYTES // 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // LANES, LANES], [1, 1], [1, 0])
-    keys = tokens + _rows(begin, hi, N, 1, gl.SliceLayout(1, LAYOUT))
+    keys = tokens + rows_from(begin, hi, N, 1, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, BYTES, gl.SliceLayout(0, LAYOUT))
     at = codes + keys[:, None] * BYTES + cols[None, :]
     async_copy.async_copy_global_to_shared(smem, at, mask=begin < hi)
-
-
-@gluon.jit
-def _keys_of_4_bits(byte, low_scale, high_scale, A: gl.constexpr, FORMAT: gl.constexpr,
-                    ASM: gl.constexpr, REGISTERS: gl.constexpr):
-    """uint8 (N, bytes) and block scales (N, 4) -> (N, bytes), dims renamed, twice: of low and of
-    high nibbles."""
-    N: gl.constexpr = byte.shape[0]
-    BYTES: gl.constexpr = byte.shape[1]
-    x = byte.reshape(N, 4, BYTES // 4)
-    if scale_kind(FORMAT) == "fp32":
-        low, high = gl.inline_asm_elementwise(
-            ASM, REGISTERS, [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=4)
-    else:
-        low_scale = _as_operand(low_scale, FORMAT)
-        high_scale = _as_operand(high_scale, FORMAT)
-        if scale_kind(FORMAT) == "e4m3":
-            low, high = gl.inline_asm_elementwise(
-                ASM, REGISTERS, [x, low_scale, high_scale],
-                dtype=(gl.float16, gl.float16), is_pure=True, pack=4)
-        else:
-            low, high = gl.inline_asm_elementwise(
-                ASM, REGISTERS, [x, low_scale, high_scale],
-                dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4)
-    return _as_keys(low, A), _as_keys(high, A)
-
-
-@gluon.jit
-def _keys_of_8_bits(byte, A: gl.constexpr, ASM: gl.constexpr, REGISTERS: gl.constexpr):
-    """uint8 (N, D) -> fp16 (N, 32), dims renamed, of each block of 32 dims; of 2 blocks twice."""
-    N: gl.constexpr = byte.shape[0]
-    BLOCKS: gl.constexpr = byte.shape[1] // 32
-    x = gl.inline_asm_elementwise(ASM, REGISTERS, [byte], dtype=gl.float16, is_pure=True, pack=4)
-    x = x.reshape(N, BLOCKS, 4, 2, 2, 2).permute(0, 3, 4, 2, 5, 1).reshape(N, 32, BLOCKS)
-    if BLOCKS == 4:
-        even, odd = x.reshape(N, 32, 2, 2).split()
-        x0, x2 = even.split()
-        x1, x3 = odd.split()
-        return (gl.convert_layout(x0, A, assert_trivial=True),
-                gl.convert_layout(x1, A, assert_trivial=True),
-                gl.convert_layout(x2, A, assert_trivial=True),
-                gl.convert_layout(x3, A, assert_trivial=True))
-    else:
-        x0, x1 = x.split()
-        x0 = gl.convert_layout(x0, A, assert_trivial=True)
-        x1 = gl.convert_layout(x1, A, assert_trivial=True)
-        return x0, x1, x0, x1
 
 
 @gluon.jit
@@ -181,109 +74,6 @@ def _times_block_scale(k, q, words, s, INDEX: gl.constexpr, MMA: gl.constexpr):
     words = words.to(gl.int32)
     scale = (words << LEFT if LEFT > 0 else words >> -LEFT) & 0x7F800000
     return gl.fma(mma_v2(k, q, zero), scale.to(gl.float32, bitcast=True)[:, None], s)
-
-
-@gluon.jit
-def _as_keys(x, A: gl.constexpr):
-    N: gl.constexpr = x.shape[0]
-    BYTES: gl.constexpr = 4 * x.shape[2]
-    x = x.reshape(N, 4, BYTES // 16, 2, 2).permute(0, 2, 3, 1, 4).reshape(N, BYTES)
-    return gl.convert_layout(x, A, assert_trivial=True)
-
-
-@gluon.jit
-def _values(byte, scales, A: gl.constexpr, FORMAT: gl.constexpr, ASM: gl.constexpr,
-            REGISTERS: gl.constexpr):
-    """uint8 (N, bytes), block scales (N / 2, 8) of even and odd keys -> four bf16 (bytes / 2, N),
-    dims renamed; of 8-bit formats the last two are the first again."""
-    HALVES: gl.constexpr = byte.shape[0] // 2
-    BYTES: gl.constexpr = byte.shape[1]
-    even, odd = byte.reshape(HALVES, 2, 8, BYTES // 8).permute(0, 2, 3, 1).split()
-    if bits(FORMAT) == 8:
-        _, e0, o0, _, _ = scales
-        e0 = _as_operand(e0, FORMAT)
-        o0 = _as_operand(o0, FORMAT)
-        t0, t1 = gl.inline_asm_elementwise(ASM, REGISTERS, [even, odd, e0, o0],
-                                           dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4)
-        t0, t1 = _as_values(t0, A), _as_values(t1, A)
-        return t0, t1, t0, t1
-    else:
-        if scale_kind(FORMAT) == "fp32":
-            t0, t1, t2, t3 = gl.inline_asm_elementwise(
-                ASM, REGISTERS, [even, odd],
-                dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=4)
-        else:
-            _, e0, o0, e1, o1 = scales
-            e0 = _as_operand(e0, FORMAT)
-            o0 = _as_operand(o0, FORMAT)
-            e1 = _as_operand(e1, FORMAT)
-            o1 = _as_operand(o1, FORMAT)
-            t0, t1, t2, t3 = gl.inline_asm_elementwise(
-                ASM, REGISTERS, [even, odd, e0, o0, e1, o1],
-                dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=4)
-        return _as_values(t0, A), _as_values(t1, A), _as_values(t2, A), _as_values(t3, A)
-
-
-@gluon.jit
-def _as_values(x, A: gl.constexpr):
-    HALVES: gl.constexpr = x.shape[0]
-    WORDS: gl.constexpr = x.shape[2] // 4
-    x = x.reshape(HALVES, 8, WORDS, 2, 2).permute(2, 3, 1, 0, 4).reshape(WORDS * 16, 2 * HALVES)
-    return gl.convert_layout(x, A, assert_trivial=True)
-
-
-@gluon.jit
-def _transposed_blocks(x, B: gl.constexpr):
-    """16-bit x (N, M) from a product's result to operand B: each 8 x 8 block is transposed twice,
-    once among lanes and once by name."""
-    N: gl.constexpr = x.shape[0]
-    M: gl.constexpr = x.shape[1]
-    x = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x],
-                                  dtype=x.dtype, is_pure=False, pack=2)
-    x = x.reshape(N // 8, 8, M // 8, 8).permute(0, 3, 2, 1).reshape(N, M)
-    return gl.convert_layout(x, B, assert_trivial=True)
-
-
-@gluon.jit
-def _dims(kappa, BEGIN: gl.constexpr, DIMS: gl.constexpr, PARTS: gl.constexpr):
-    """The dims that the product has at kappa < DIMS, from BEGIN on, a permutation of bits; PARTS:
-    whether 4 bytes of K give dims in the order 0, 2, 1, 3."""
-    i, j = (kappa >> 3) & 1, kappa & 1
-    inner = i + 2 * j if PARTS else 2 * i + j
-    return BEGIN + (DIMS // 4) * ((kappa >> 1) & 3) + 4 * (kappa >> 4) + inner
-
-
-@gluon.jit
-def _hadamard(SIZE: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr):
-    """The matrix of +-1 entries, 64 or 32 wide: the same for indices whose bits are permuted."""
-    i = gl.arange(0, SIZE, gl.SliceLayout(1, A))
-    j = gl.arange(0, SIZE, gl.SliceLayout(0, A))
-    x = i[:, None] & j[None, :]
-    x = gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True,
-                                  pack=1)
-    return (1 - 2 * (x & 1)).to(DTYPE)
-
-
-@gluon.jit
-def _identity(SIZE: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr):
-    i = gl.arange(0, SIZE, gl.SliceLayout(1, A))
-    j = gl.arange(0, SIZE, gl.SliceLayout(0, A))
-    return (i[:, None] == j[None, :]).to(DTYPE)
-
-
-@gluon.jit
-def _query(q, mean_ptr, at, mask, matrix, BEGIN: gl.constexpr, PARTS: gl.constexpr,
-           DIMS: gl.constexpr, B: gl.constexpr, MMA: gl.constexpr):
-    """DIMS dims of Q^T from BEGIN on, renamed as K's: float32 (DIMS, M), times the matrix; and
-    their share of q . mean (M,)."""
-    kappa = gl.arange(0, DIMS, gl.SliceLayout(1, B))
-    dims = _dims(kappa, BEGIN, DIMS, PARTS)
-    x = gl.load(q.ptr + at[None, :] + (dims * q.strides[3])[:, None], mask=mask[None, :],
-                other=0.0)
-    shift = gl.zeros([x.shape[1]], gl.float32, gl.SliceLayout(0, B))
-    if mean_ptr is not None:
-        shift = gl.sum(x.to(gl.float32) * gl.load(mean_ptr + dims)[:, None], 0)
-    return mma_v2(matrix, x, gl.zeros([DIMS, x.shape[1]], gl.float32, MMA)), shift
 
 
 @gluon.jit
@@ -300,8 +90,8 @@ def _store(part_ptr, to, mask, acc, inverse, BEGIN: gl.constexpr, PART: gl.const
     gl.store(part_ptr + to[None, :] * D + dim[:, None], acc * inverse[None, :], mask=mask[None, :])
 
 
-@gluon.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "first", "diag", "sink", "window",
-                              "valid_size", "n_low"])
+@gluon.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "first", "n_low", "n_splits", "diag", "sink",
+                              "capacity", "valid_size", "window"])
 def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
                     starts_ptr, valid_ptr, H_KV, GROUP, S_Q, first, n_low, n_splits, diag, sink,
                     capacity, valid_size, scale, window, D: gl.constexpr, ROTATE: gl.constexpr,
@@ -360,8 +150,8 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
         _copy(k.codes, k_smem.index(i), tokens, lo + i * N, hi, K_BYTES, N)
         _copy(v.codes, v_smem.index(i), tokens, lo + i * N, hi, V_BYTES, N)
         async_copy.commit_group()
-    k_row, k_low, k_high = _key_scales(k, tokens, lo, hi, N, D, K_FORMAT, K3, MMA)
-    v_row, v_e0, v_o0, v_e1, v_o1 = _value_scales(v, tokens, lo, hi, N, D, V_FORMAT, V3, MMA)
+    k_row, k_low, k_high = key_scales(k, tokens, lo, hi, N, D, K_FORMAT, K3, MMA)
+    v_row, v_e0, v_o0, v_e1, v_o1 = value_scales(v, tokens, lo, hi, N, D, V_FORMAT, V3, MMA)
     # Below, and from, these keys all queries see all of them
     full_hi = gl.minimum(hi, gl.min(gl.minimum(near_lo, pos_m + 1), 0))
     full_lo = lo
@@ -375,17 +165,17 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
     if mean_ptr is not None:
         mean_ptr += plane * D
     if ROTATE:
-        matrix = _hadamard(DIMS, q.ptr.dtype.element_ty, A)
+        matrix = hadamard_operand(DIMS, q.ptr.dtype.element_ty, A)
     else:
-        matrix = _identity(DIMS, q.ptr.dtype.element_ty, A)
-    q0, shift0 = _query(q, mean_ptr, at, mask_b, matrix, 0, FOUR, DIMS, B, MMA)
-    q1, shift1 = _query(q, mean_ptr, at, mask_b, matrix, DIMS, FOUR, DIMS, B, MMA)
+        matrix = identity_operand(DIMS, q.ptr.dtype.element_ty, A)
+    q0, shift0 = rotated_query(q, mean_ptr, at, mask_b, matrix, 0, FOUR, DIMS, B, MMA)
+    q1, shift1 = rotated_query(q, mean_ptr, at, mask_b, matrix, DIMS, FOUR, DIMS, B, MMA)
     shift0 += shift1
     q2 = q0
     q3 = q1
     if not FOUR and D == 128:
-        q2, shift2 = _query(q, mean_ptr, at, mask_b, matrix, 64, FOUR, DIMS, B, MMA)
-        q3, shift3 = _query(q, mean_ptr, at, mask_b, matrix, 96, FOUR, DIMS, B, MMA)
+        q2, shift2 = rotated_query(q, mean_ptr, at, mask_b, matrix, 64, FOUR, DIMS, B, MMA)
+        q3, shift3 = rotated_query(q, mean_ptr, at, mask_b, matrix, 96, FOUR, DIMS, B, MMA)
         shift0 += shift2 + shift3
     if ROTATE:
         q0, q1 = q0 + q1, q0 - q1
@@ -419,16 +209,16 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
     if K_FORMAT == "int4":  # 8 was added to its elements
         added = gl.sum(h0.to(gl.float32) + 16.0 * h1.to(gl.float32), 0)
         s_0 += (added * -(8.0 * 2.0**-24))[None, :]
-    h0 = _transposed_blocks(h0, B)
-    h1 = _transposed_blocks(h1, B)
+    h0 = transposed_blocks(h0, B)
+    h1 = transposed_blocks(h1, B)
     h2 = h0
     h3 = h1
     if not F16:
-        rest0 = _transposed_blocks(rest0, B)
-        rest1 = _transposed_blocks(rest1, B)
+        rest0 = transposed_blocks(rest0, B)
+        rest1 = transposed_blocks(rest1, B)
     if not FOUR and D == 128:
-        h2 = _transposed_blocks(q2.to(K_TYPE), B)
-        h3 = _transposed_blocks(q3.to(K_TYPE), B)
+        h2 = transposed_blocks(q2.to(K_TYPE), B)
+        h3 = transposed_blocks(q3.to(K_TYPE), B)
     if valid_ptr is not None:
         valid_ptr += b * valid_size
     acc0 = gl.zeros([V_BYTES // 2, M], gl.float32, MMA)
@@ -443,14 +233,14 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
         k_codes = k_smem.index(stage).load(K_LAYOUT)
         s = s_0
         if FOUR:
-            k0, k1 = _keys_of_4_bits(k_codes, k_low, k_high, A, K_FORMAT, K_ASM, K_REGISTERS)
+            k0, k1 = keys_of_4_bits(k_codes, k_low, k_high, A, K_FORMAT, K_ASM, K_REGISTERS)
             if not F16:
                 s = mma_v2(k0, rest0, s)
                 s = mma_v2(k1, rest1, s)
             s = mma_v2(k0, h0, s)
             s = mma_v2(k1, h1, s)
         else:
-            k0, k1, k2, k3 = _keys_of_8_bits(k_codes, A, K_ASM, K_REGISTERS)
+            k0, k1, k2, k3 = keys_of_8_bits(k_codes, A, K_ASM, K_REGISTERS)
             s = _times_block_scale(k0, h0, k_low, s, 0, MMA)
             s = _times_block_scale(k1, h1, k_low, s, 1, MMA)
             if D == 128:
@@ -467,7 +257,7 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
         if has_row_scale(K_FORMAT):
             s = s * k_row[:, None]
         s = gl.fma(s, unit[None, :], shift[None, :])
-        k_row, k_low, k_high = _key_scales(k, tokens, block_lo + N, hi, N, D, K_FORMAT, K3, MMA)
+        k_row, k_low, k_high = key_scales(k, tokens, block_lo + N, hi, N, D, K_FORMAT, K3, MMA)
         partly = block_lo + N > full_hi
         if WINDOW:
             partly = partly | (block_lo < full_lo)
@@ -492,11 +282,11 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
         row_max = new_max
         if has_row_scale(V_FORMAT):
             p = p * v_row[:, None]
-        p = _transposed_blocks(p.to(gl.bfloat16), B)
-        v0, v1, v2, v3 = _values(v_codes, (v_row, v_e0, v_o0, v_e1, v_o1), A, V_FORMAT, V_ASM,
-                                 V_REGISTERS)
-        v_row, v_e0, v_o0, v_e1, v_o1 = _value_scales(v, tokens, block_lo + N, hi, N, D, V_FORMAT,
-                                                      V3, MMA)
+        p = transposed_blocks(p.to(gl.bfloat16), B)
+        v_scales = (v_row, v_e0, v_o0, v_e1, v_o1)
+        v0, v1, v2, v3 = value_operands(v_codes, v_scales, A, V_FORMAT, V_ASM, V_REGISTERS)
+        v_row, v_e0, v_o0, v_e1, v_o1 = value_scales(v, tokens, block_lo + N, hi, N, D, V_FORMAT,
+                                                     V3, MMA)
         acc0 = mma_v2(v0, p, acc0 * decay[None, :])
         acc1 = mma_v2(v1, p, acc1 * decay[None, :])
         if bits(V_FORMAT) == 4:
@@ -517,13 +307,13 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
 
 
 @functools.cache
-def variant(k_format: str, v_format: str, head_dim: int, rows: int, n: int = KEYS,
-            stages: int = STAGES) -> dict[str, Any]:
-    """Compile-time arguments for up to 8 or 16 `rows`: what unpacks codes, and how shared memory
-    and the registers of a warp hold those of n keys."""
+def variant(k_format: str, v_format: str, head_dim: int, rows: int) -> dict[str, Any]:
+    """Launch arguments for up to 8 or 16 `rows`: what unpacks codes, and how shared memory and the
+    registers of a warp hold those of a block's keys."""
+    m = 8 if rows <= 8 else 16
+    n, _, registers = SHAPES[m]
     k, v = (head_dim * get_format(name).bits // 8 for name in (k_format, v_format))
 
-    m = 8 if rows <= 8 else 16
     part = k // 4 if get_format(k_format).bits == 4 else 8  # bytes of K that a lane has in a row
 
     def powers(lo: int, hi: int, axis: int) -> list[list[int]]:
@@ -539,8 +329,8 @@ def variant(k_format: str, v_format: str, head_dim: int, rows: int, n: int = KEY
         "D": head_dim,
         "M": m,
         "N": n,
-        "STAGES": stages,
-        "maxnreg": REGISTERS[m],
+        "STAGES": STAGES,
+        "maxnreg": registers,
         "K_ASM": key_asm(k_format)[0],
         "K_REGISTERS": key_asm(k_format)[1],
         "K_POWER": key_power(k_format),
@@ -561,4 +351,4 @@ def variant(k_format: str, v_format: str, head_dim: int, rows: int, n: int = KEY
 def resident(kernel: dict[str, Any]) -> int:
     """Programs of a `variant` that an SM of Hopper holds at a time."""
     staged = kernel["STAGES"] * sum(math.prod(kernel[x].shape) for x in ("K_LAYOUT", "V_LAYOUT"))
-    return int(min(WARPS[kernel["M"]], SHARED // (staged + 1024)))
+    return int(min(SHAPES[kernel["M"]][1], SHARED // (staged + 1024)))
