@@ -40,16 +40,18 @@ def test_steps_in_a_graph(text: str, v: tuple[str, str]) -> None:
     captured, eager = caches
     q, k, values = normal(2, 8, 1, 128), normal(2, 2, 1, 128), normal(2, 2, 1, 128)
     for cache in caches:
-        dma_attention_with_kvcache(q, cache, k, values)
+        dma_attention_with_kvcache(q, cache, k=k, v=values)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = dma_attention_with_kvcache(q, captured, k, values)
+        out = dma_attention_with_kvcache(q, captured, k=k, v=values)
     assert captured.sync_length() == 501  # capturing appended nothing
     for _ in range(150):
         for x in (q, k, values):
             x.copy_(normal(*x.shape))
         graph.replay()
-        assert torch.equal(out, dma_attention_with_kvcache(q, eager, k, values))
+        expected = dma_attention_with_kvcache(q, eager, k=k, v=values)
+        assert isinstance(out, torch.Tensor) and isinstance(expected, torch.Tensor)
+        assert torch.equal(out, expected)
     assert captured.sync_length() == eager.length == 651
     ref = dma_attention_with_kvcache(q, captured, impl="reference")
     assert isinstance(ref, torch.Tensor)
