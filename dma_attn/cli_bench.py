@@ -268,7 +268,7 @@ def first_call(
     for row in measure_compile(head_dim or [128, 64], _configs(config or CONFIGS)):
         rows.append(row)
         typer.echo(f"{row.config}, head dim {row.head_dim}: {row.seconds:.1f} s", err=True)
-    write_csv(out / "compile.csv", facts, COMPILE_COLUMNS, compile_cells(rows))
+        write_csv(out / "compile.csv", facts, COMPILE_COLUMNS, compile_cells(rows))
     _table("First calls", COMPILE_COLUMNS, compile_cells(rows))
     if not all(row.holds for row in rows):
         raise typer.Exit(1)

@@ -222,7 +222,9 @@ def test_demo_on_a_tiny_model(
     assert values["off"] == pytest.approx(values["native"], rel=1e-4)
     assert all(value > 1 for value in values.values())
     assert len(found["per_layer"]["layers"]["default"]) == 3
-    assert set(found["chat"]["answers"]) == {"native", "default"}
+    answers = found["chat"]["answers"]
+    assert set(answers) == {"native", "default", "default, mixed cache"}
+    assert answers["default, mixed cache"]["cache_bytes"] > 0
     assert (out / "report.html").stat().st_size > 50_000
 
 

@@ -56,6 +56,7 @@ def sample(**changes: object) -> DemoResults:
         answers={
             "native": Answer("Plain & simple", (1, 2, 3), 30, 1.0, 100),
             "default": Answer("<script>alert(1)</script>", (1, 2, 4), 30, 1.0, 100),
+            "default, mixed cache": Answer("Plain", (1, 3, 4), 30, 2.5, 31_000),
         },
         environment={"dma_attn": "0.1.0", "python": "3.12.3", "torch": "2.13.0"},
         seconds={"load": 0.5, "total": 12.0},
@@ -102,7 +103,7 @@ def test_page_states_the_measured_numbers(tmp_path: Path) -> None:
         assert label in text and f"{result.value:.3f}" in text
     change, error = change_percent(results.perplexity["default"], results.perplexity["native"])
     assert text.count(f"{change:+.2f}% ± {error:.2f}%") == 1
-    assert "The first\n2 tokens agree" in text
+    assert "the first 2 tokens are native" in text and "2.5 s; KV cache 0.03 MB" in text
     assert "70% of the tiles are precise in a window of\n512 tokens" in text
     assert "6.1% at 8192 tokens" in text and "longer than 256 tokens" in text
     assert "The question is 30 tokens long, and 100% of its tiles are precise" in text
@@ -119,7 +120,8 @@ def test_results_json(tmp_path: Path) -> None:
         found["configs"]["default,diag=512"]["diag"] == 512 and found["configs"]["native"] is None
     )
     assert [row["layer"] for row in found["per_layer"]["layers"]["paper"]] == [0, 1, 2, 3]
-    assert found["chat"]["shared_prefix_tokens"] == 2
+    assert found["chat"]["shared_prefix_tokens"] == {"default": 2, "default, mixed cache": 1}
+    assert found["chat"]["answers"]["default, mixed cache"]["cache_bytes"] == 31_000
     assert found["chat"]["answers"]["native"]["text"] == "Plain & simple"
     assert found["settings"]["tokens"] == 512 and found["seconds"]["total"] == 12.0
     assert found["environment"]["torch"] == "2.13.0"

@@ -21,6 +21,7 @@ from .text import python_topics, read_text, token_ids, windows
 NATIVE = "native"
 _STANDARD = ("paper", "default", "default,high=none", "nvfp4", "mxfp8", "hopper")
 _CHAT = "default"
+MIXED = "default, mixed cache"
 _LAYER_TOKENS = 1024
 
 Report = Callable[[int, int], None]
@@ -63,7 +64,8 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class DemoResults:
-    """Everything that the report shows. `answers` holds "native" and the DMA answer, "default"."""
+    """Everything that the report shows. `answers` holds "native", the DMA answer, "default", and
+    the same over a `DMACache`, `MIXED`."""
 
     settings: DemoSettings
     configs: dict[str, DMAConfig | None]
@@ -121,16 +123,17 @@ def run_demo(settings: DemoSettings, stage: Stage) -> DemoResults:
 
     prompt = settings.prompt or _prompt_that_fits(model, tokenizer, settings.max_new_tokens)
     answers: dict[str, Answer] = {}
-    report = stage("chat answers", 2)
-    for label in (NATIVE, _CHAT):
+    report = stage("chat answers", 3)
+    for label in (NATIVE, _CHAT, MIXED):
         answers[label] = generate_answer(
             model,
             tokenizer,
             prompt,
-            config=configs[label],
+            config=configs[_CHAT if label == MIXED else label],
             max_new_tokens=settings.max_new_tokens,
+            mixed_cache=label == MIXED,
         )
-        report(len(answers), 2)
+        report(len(answers), 3)
     seconds["chat"] = sum(answer.seconds for answer in answers.values())
     seconds["total"] = time.perf_counter() - start
     return DemoResults(

@@ -46,7 +46,10 @@ def results_dict(results: DemoResults) -> dict[str, Any]:
         "chat": {
             "prompt": results.prompt,
             "answers": {label: _answer_dict(answer) for label, answer in results.answers.items()},
-            "shared_prefix_tokens": shared_prefix(*results.answers.values()),
+            "shared_prefix_tokens": {
+                label: shared_prefix(results.answers[NATIVE], answer)
+                for label, answer in results.answers.items() if label != NATIVE
+            },
         },
         "configs": {
             label: None if config is None else config.to_dict()
@@ -106,6 +109,7 @@ def _answer_dict(answer: Answer) -> dict[str, Any]:
         "tokens": len(answer.tokens),
         "prompt_tokens": answer.prompt_tokens,
         "seconds": round(answer.seconds, 2),
+        "cache_bytes": answer.cache_bytes,
     }
 
 
