@@ -41,11 +41,12 @@ def main() -> int:
     ids = torch.randint(3, 1000, (options.batch, options.prompt), generator=generator).to("cuda")
     lines = []
     for row in ROWS:
-        run(model, row, ids, 2)  # compiles
+        length = options.prompt + 1 + options.new
+        run(model, row, ids, 2, length)  # compiles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        first, _ = run(model, row, ids, 1)
-        whole, size = run(model, row, ids, 1 + options.new)
+        first, _ = run(model, row, ids, 1, length)
+        whole, size = run(model, row, ids, 1 + options.new, length)
         peak = torch.cuda.max_memory_allocated()
         lines.append([row, str(options.batch), str(options.prompt), str(options.new),
                       f"{first:.3f}", f"{options.batch * options.new / (whole - first):.0f}",
@@ -68,9 +69,8 @@ def random_model() -> Any:
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def run(model: Any, row: str, ids: torch.Tensor, new: int) -> tuple[float, int]:
-    """Seconds of a generation of `new` tokens, and the bytes of its cache."""
-    length = ids.shape[1] + new
+def run(model: Any, row: str, ids: torch.Tensor, new: int, length: int) -> tuple[float, int]:
+    """Seconds of a generation of `new` tokens, and the bytes of its cache of `length` tokens."""
     if row == ROWS[0]:
         switch, cache = using_attention(model, "sdpa"), DynamicCache(config=model.config)
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dma_attn import DMAConfig, quantize_pair
-from dma_attn.cache import MixedKVCache
+from dma_attn.cache import MixedKVCache, dma_attention_with_kvcache
 from dma_attn.quant.transforms import key_mean, rotate
 from dma_attn.schedule import is_high
 
@@ -298,3 +298,45 @@ def test_bad_calls() -> None:
     with pytest.raises(ValueError, match="state_dict"):
         MixedKVCache.from_state_dict({})
     assert cache.length == 0
+
+
+def test_states_share_no_memory() -> None:
+    """Nor do dequantised copies, also in the cache's own precision; a state can be saved."""
+    config = DMAConfig(high="none", low="none", smooth_k=True)
+    cache = MixedKVCache(2, 1, 32, 128, config=config, v_high="none", v_low="none",
+                         dtype=torch.float32)
+    x = torch.randn(2, 1, 128, 32, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 128, dtype=torch.bool)
+    mask[0, :100] = False
+    cache.append(x, x + 1, key_padding_mask=mask)
+    state = cache.state_dict()
+    assert all(part.is_contiguous() for part in state.values())
+    before = {name: part.clone() for name, part in state.items()}
+    other = MixedKVCache.from_state_dict(state)
+    other.reorder(torch.tensor([1, 0]))
+    for copy in (*cache.dequantize(), *cache.best()):
+        copy.fill_(torch.nan)
+    for name, part in cache.state_dict().items():
+        assert torch.equal(part, before[name]), name
+
+
+def test_reading_does_not_write() -> None:
+    """float32, one row and head: slices of the stores are contiguous."""
+    cache = MixedKVCache(1, 1, 32, config=DMAConfig(high="mxfp8", low="none"), v_high="mxfp8",
+                         v_low="none", dtype=torch.float32)
+    x = torch.randn(1, 1, 128, 32, generator=torch.Generator().manual_seed(0))
+    cache.append(x, x)
+    before = [part.clone() for part in cache.v.low.parts + cache.k.low.parts]
+    cache.dequantize()
+    dma_attention_with_kvcache(x[:, :, :1], cache, impl="reference")
+    for part, old in zip(cache.v.low.parts + cache.k.low.parts, before, strict=True):
+        assert torch.equal(part, old)
+
+
+def test_head_dims_that_kernels_cannot_take() -> None:
+    for dims in ((15, 16), (16, 15), (264, 16)):
+        cache = MixedKVCache(1, 1, dims[0], head_dim_v=dims[1], config=DMAConfig.preset("off"),
+                             v_high="none", v_low="none")
+        cache.append(*(torch.zeros(1, 1, 3, dim).bfloat16() for dim in dims))
+        with pytest.raises(ValueError, match="multiples of 8"):
+            dma_attention_with_kvcache(torch.zeros(1, 1, 1, dims[0]).bfloat16(), cache)

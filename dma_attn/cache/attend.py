@@ -78,6 +78,7 @@ def dma_attention_with_kvcache(
     triton = use_triton(q.device, impl)
     shape = (*q.shape[:3], cache.head_dims[1])
     check.check_out(out, shape, q, {"q": None})
+    check.check_head_dims(*cache.head_dims)
     scale = check.check_scale(scale, q.shape[3])
     window = check.check_window(window_size, True)
     if n > MOST_QUERIES:
@@ -119,6 +120,8 @@ def _run(
 
     if not out.numel():
         return
+    if window >= cache.capacity:
+        window = 0  # it hides nothing
     layout = decode.Layout(
         cache.lengths, cache.starts, cache.near, cache.valid,
         cache.diag if any(x.newest for x in (cache.k, cache.v)) else 0,

@@ -27,7 +27,7 @@ def save(cache: MixedKVCache) -> dict[str, torch.Tensor]:
     if cache.mean is not None:
         state["mean"] = cache.mean
     if cache.valid is not None:
-        state["valid"] = cache.valid[:, : cache.length]
+        state["valid"] = cache.valid[:, : cache.length].contiguous()
     for name, op in (("k", cache.k), ("v", cache.v)):
         for kind in ("low", "newest", "first"):
             store = getattr(op, kind)
@@ -58,7 +58,7 @@ def load(
     cache.lengths.fill_(length)
     cache.near.fill_(cache.high_from)
     cache.starts.copy_(state["starts"])
-    cache.mean = state.get("mean")
+    cache.mean = state["mean"].clone() if "mean" in state else None
     if "valid" in state:
         cache.valid = cache.starts.new_zeros(batch, cache.capacity, dtype=torch.bool)
         cache.valid[:, :length] = state["valid"]

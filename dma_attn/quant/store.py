@@ -66,7 +66,7 @@ class Store:
     def values(self, positions: slice | torch.Tensor) -> torch.Tensor:
         """float32 (B, H, n, D) of a slice of tokens, or of tokens (n,)."""
         if not self.format.quantised:
-            return self._at(positions)[0].float()
+            return self._at(positions)[0].to(torch.float32, copy=True)
         return self.copy(positions).dequantize()
 
     def _at(self, positions: slice | torch.Tensor) -> Parts:
