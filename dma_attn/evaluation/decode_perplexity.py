@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from .errors import SettingError
-from .perplexity import PerplexityResult, Progress
+from .perplexity import PerplexityResult, Progress, check_window
 from .text import windows
 
 
@@ -45,11 +44,7 @@ def evaluate_decode_perplexity(
     """
     if not 1 <= step <= 16:
         raise ValueError(f"step: expected 1 to 16, got {step}")
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit and window > limit:
-        raise SettingError(
-            f"expected a window of at most the model's {limit} positions, got {window}", "tokens"
-        )
+    check_window(model, window)
     ids = windows(token_ids, window, n_windows).to(model.device)
     start = time.perf_counter()
     cache = make_cache()

@@ -32,6 +32,15 @@ class PerplexityResult:
     seconds: float
 
 
+def check_window(model: Any, window: int) -> None:
+    """Raise SettingError for a window longer than the model's positions."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit and window > limit:
+        raise SettingError(
+            f"expected a window of at most the model's {limit} positions, got {window}", "tokens"
+        )
+
+
 @torch.no_grad()
 def evaluate_perplexity(
     model: Any,
@@ -57,11 +66,7 @@ def evaluate_perplexity(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit and window > limit:
-        raise SettingError(
-            f"expected a window of at most the model's {limit} positions, got {window}", "tokens"
-        )
+    check_window(model, window)
     ids = windows(token_ids, window, n_windows).to(model.device)
     start = time.perf_counter()
     token_nll = _token_nll_from_hidden if _has_plain_head(model) else _token_nll_from_logits
