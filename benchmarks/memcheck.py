@@ -55,6 +55,7 @@ def attend(head_dim: int, config: DMAConfig, outlier: bool = False) -> int:
     if outlier:
         q[1] += 8
         k[1, :, 4] = 8
+    print(f"D {head_dim}, {config}", flush=True)
     ends = torch.tensor([300, 131], dtype=torch.int32, device="cuda")
     odd = torch.empty(2, 6, 77, head_dim + 3, dtype=q.dtype, device="cuda")[..., :head_dim]
     dma_attention(q, k, v, is_causal=True, config=config, return_lse=True)

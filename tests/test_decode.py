@@ -205,7 +205,7 @@ def test_low_keys_fit_an_sm(head_dim: int, queries_of_a_row: int, tmp_path: Path
         assert [x.metadata.name for x in kernels] == ["low_keys_kernel", "_combine_kernel"]
         code = machine_code(kernels[0], tmp_path)
         spilled = len(re.findall(r"\bSTL\b", code))
-        assert "HMMA" in code and spilled <= (low == "mxfp4"), low  # mxfp4: one number
+        assert "HMMA" in code and spilled <= 3 * (low == "mxfp4"), low  # mxfp4: three numbers
         plan = resident(variant(low, low, head_dim, 4 * queries_of_a_row))
         assert plan * (kernels[0].metadata.shared + 1024) <= 227 * 1024
         registers = re.search(r"\.maxnreg (\d+)", kernels[0].asm["ptx"])

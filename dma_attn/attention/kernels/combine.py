@@ -48,7 +48,7 @@ def _combine_kernel(part_ptr, lse_ptr, out, out_lse_ptr, H_KV, GROUP, S_Q, n_fir
         weight = tl.math.exp2(lse - base)
         at = (first + split * M)[:, None] * DV + offs[None, :]
         part = tl.load(part_ptr + at, mask=(split < n_splits)[:, None] & mask[None, :], other=0.0)
-        part *= weight[:, None]
+        part = tl.where((weight == 0.0)[:, None], 0.0, part * weight[:, None])  # NaN of no key
         rotated = tl.where(split < n_first, item(TURNED, 0),
                            tl.where(split < n_first + n_newest, item(TURNED, 2),
                                     item(TURNED, 1)))

@@ -5,11 +5,11 @@
              first       low, in splits            newest
     keys  |  high  | low | low | low | low | low |  high  |
 
-A program takes all queries that share a KV head, and one split of the keys: some of the first, of
-the low, or of the newest. It leaves its part of the output, in the space that V's copy is in, and
-its LSE; `combine` adds the parts. Rows are (head of the group,
-query). Queries in two tiles of 128 positions see a tile of keys in two classes: each skips the
-keys of a split that it sees in the other.
+A program takes M queries that share a KV head, and one split of the keys: some of the first, of the
+low, or of the newest. It leaves its part of the output, in the space that V's copy is in, and its
+LSE; `combine` adds the parts. Rows are (head of the group, query). Queries in two tiles of 128
+positions see a tile of keys in two classes: each skips the keys of a split that it sees in the
+other.
 
 A key's elements come in two halves of the head dim, which 4-bit codes hold in low and high nibbles.
 Elements times block scales are exact in bf16; fp32 scales of a token multiply scores and P. For
@@ -43,7 +43,7 @@ class Spec:
 
     Attributes:
         D, DV, HALF, HALF_V: Head dims; half of each, padded.
-        M: Rows, padded. N: keys of a block.
+        M: Rows of a program, padded. N: keys of a block.
         FIRST, LOW, NEWEST: (format of K, where its token lies, format of V, where its token lies)
             of the three kinds of keys; where: "direct", "ring" or "first".
         TURNED: Whether V's copies of the three kinds are rotated.
@@ -150,7 +150,7 @@ def _attend(q, k, v, plane, sizes, keys, limits, valid_ptr, valid_row, scale, sh
     HALF: tl.constexpr = SPEC.HALF
     UPCAST: tl.constexpr = SPEC.UPCAST
     k_size, v_size, ring = sizes
-    lo, hi = keys
+    lo, hi, seen = keys
     pos_m, near_lo = limits
     acc0 = tl.zeros([M, HALF_V], tl.float32)
     acc1 = tl.zeros([M, HALF_V], tl.float32)
@@ -158,7 +158,7 @@ def _attend(q, k, v, plane, sizes, keys, limits, valid_ptr, valid_row, scale, sh
     row_sum = tl.zeros([M], tl.float32)
     for start in range(lo, hi, N):
         pos = start + tl.arange(0, N)
-        mask_n = pos < hi
+        mask_n = (pos >= seen) & (pos < hi)  # what no query sees counts as 0
         if valid_ptr is not None:
             mask_n = mask_n & (tl.load(valid_ptr + valid_row + pos, mask=mask_n, other=0) != 0)
         row = _row(plane, k_size, pos, ring, begin, item(KIND, 1))
@@ -233,7 +233,7 @@ def decode_kernel(q, turned_ptr, shift_ptr, k_first, k_low, k_newest, v_first, v
     h = plane % H_KV
     length = tl.load(lengths_ptr + b)
     start = tl.load(starts_ptr + b)
-    rows = tl.arange(0, M)
+    rows = tl.program_id(2) * M + tl.arange(0, M)
     mask_m = rows < GROUP * S_Q
     head = h * GROUP + rows // S_Q
     i = rows % S_Q
@@ -275,8 +275,8 @@ def decode_kernel(q, turned_ptr, shift_ptr, k_first, k_low, k_newest, v_first, v
         sizes = (sink_size if item(FIRST, 1) == "first" else capacity,
                  sink_size if item(FIRST, 3) == "first" else capacity, ring)
         acc0, acc1, row_max, row_sum = _attend(
-            queries, k_first, v_first, plane, sizes, (lo, hi), limits, valid_ptr, valid_row, scale,
-            shift, window, begin, SPEC, FIRST, "first")
+            queries, k_first, v_first, plane, sizes, (lo, hi, seen), limits, valid_ptr, valid_row,
+            scale, shift, window, begin, SPEC, FIRST, "first")
     elif split < n_first + n_newest:
         n = split - n_first
         per = tl.cdiv(tl.maximum(length - oldest, 0), n_newest)
@@ -285,7 +285,7 @@ def decode_kernel(q, turned_ptr, shift_ptr, k_first, k_low, k_newest, v_first, v
         sizes = (ring if item(NEWEST, 1) == "ring" else capacity,
                  ring if item(NEWEST, 3) == "ring" else capacity, ring)
         acc0, acc1, row_max, row_sum = _attend(
-            queries, k_newest, v_newest, plane, sizes, (lo, hi), limits, valid_ptr, valid_row,
+            queries, k_newest, v_newest, plane, sizes, (lo, hi, seen), limits, valid_ptr, valid_row,
             scale, shift, window, begin, SPEC, NEWEST, "newest")
     else:
         n = split - n_first - n_newest
@@ -295,12 +295,13 @@ def decode_kernel(q, turned_ptr, shift_ptr, k_first, k_low, k_newest, v_first, v
         hi = tl.minimum(lo + per, newest)
         sizes = (capacity, capacity, ring)
         acc0, acc1, row_max, row_sum = _attend(
-            queries, k_low, v_low, plane, sizes, (lo, hi), limits, valid_ptr, valid_row, scale,
-            shift, window, begin, SPEC, LOW, "low")
-    to = (plane * n_splits + split) * M + rows
+            queries, k_low, v_low, plane, sizes, (lo, hi, seen), limits, valid_ptr, valid_row,
+            scale, shift, window, begin, SPEC, LOW, "low")
+    to = (plane * n_splits + split) * (tl.num_programs(2) * M) + rows
     lse = row_max + tl.math.log2(row_sum)
-    tl.store(lse_ptr + to, tl.where(row_sum > 0.0, lse, float("-inf")), mask=mask_m)
-    inverse = tl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)[:, None]
+    blind = row_sum == 0.0  # NaN is not
+    tl.store(lse_ptr + to, tl.where(blind, float("-inf"), lse), mask=mask_m)
+    inverse = tl.where(blind, 0.0, 1.0 / row_sum)[:, None]
     offs = tl.arange(0, HALF_V)
     mask = mask_m[:, None] & (offs < DV // 2)[None, :]
     at = part_ptr + to[:, None] * DV + offs[None, :]

@@ -19,8 +19,10 @@ from ...quant.store import Copies
 from . import combine
 from .decode import Spec, decode_kernel, query_kernel
 
-BLOCK_N = 64
-NEAR_SPLIT = 256  # keys of a split of the first or the newest
+BLOCK_BYTES = 64 * 128 * 2  # of a block of keys, where they are not quantised
+ROW_BYTES = 32 * 2  # of a column of a program's queries, at most; Triton takes wgmma for 64 rows
+NEAR_SPLIT = 256  # keys of a split of the first or the newest, and at least of a low one
+LOW_SPLIT = 256
 PROGRAMS = 4  # on an SM
 
 
@@ -77,14 +79,16 @@ def launch(
             spec += [copies.low.format.name, "direct"] if store is None else [
                 store.format.name, where]
         kinds.append(tuple(spec))
-    m = max(16, triton.next_power_of_2(group * n_q))
+    rows = group * n_q
+    m = min(ROW_BYTES // q.element_size(), max(16, triton.next_power_of_2(rows)))
+    chunks = -(-rows // m)
     tiles = Spec(
         D=head_dim,
         DV=value_dim,
         HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         HALF_V=max(16, triton.next_power_of_2(value_dim // 2)),
         M=m,
-        N=BLOCK_N,
+        N=_keys_of_a_block(max(head_dim, value_dim), q.element_size()),
         FIRST=kinds[0],
         LOW=kinds[1],
         NEWEST=kinds[2],
@@ -102,14 +106,16 @@ def launch(
     if in_registers:
         from .decode_registers import low_keys_kernel, resident, variant
 
-        kernel = variant(tiles.LOW[0], tiles.LOW[2], head_dim, group * n_q)
-        n_low = resident(kernel) * sms // planes
+        kernel = variant(tiles.LOW[0], tiles.LOW[2], head_dim, rows)
+        low_chunks = -(-rows // kernel["M"])
+        n_low = resident(kernel) * sms // (planes * low_chunks)
     else:
-        n_low = PROGRAMS * sms // planes - n_first - n_newest
-    n_low = max(1, min(n_low, layout.capacity // 256))
+        n_low = PROGRAMS * sms // (planes * chunks) - n_first - n_newest
+    n_low = max(1, min(n_low, layout.capacity // LOW_SPLIT))
     n_splits = n_first + n_newest + n_low
-    parts = torch.empty(planes, n_splits, m, value_dim, dtype=torch.float32, device=q.device)
-    lses = torch.empty(planes, n_splits, m, dtype=torch.float32, device=q.device)
+    shape = planes, n_splits, chunks * m
+    parts = torch.empty(*shape, value_dim, dtype=torch.float32, device=q.device)
+    lses = torch.empty(shape, dtype=torch.float32, device=q.device)
     lengths = layout.lengths, layout.near, layout.starts, layout.valid
     ends = layout.diag, layout.sink
     valid_size = 0 if layout.valid is None else layout.valid.shape[1]
@@ -119,7 +125,7 @@ def launch(
         quantised = tiles.LOW[:1] * (not in_registers) + tiles.FIRST[:1] * bool(n_first)
         if set(quantised + tiles.NEWEST[:1] * bool(n_newest)) - {"none"}:
             turned, shift = _turned(q, mean, group, turn)
-        decode_kernel[(planes, near)](
+        decode_kernel[(planes, near, chunks)](
             Strided(q, q.stride()),
             turned,
             shift,
@@ -143,11 +149,11 @@ def launch(
             window,
             SPEC=tiles,
             OVERLAP=overlap,
-            num_warps=4 if m < 64 else 2,  # wgmma, of 64 rows and 4 warps, gives wrong results
+            num_warps=4,
             num_stages=2,
         )
     if in_registers:
-        low_keys_kernel[(planes, n_low)](
+        low_keys_kernel[(planes, n_low, low_chunks)](
             Strided(q, q.stride()),
             mean,
             _parts(k, "low"),
@@ -161,6 +167,7 @@ def launch(
             n_first + n_newest,
             n_low,
             n_splits,
+            chunks * m,
             *ends,
             layout.capacity,
             valid_size,
@@ -176,15 +183,20 @@ def launch(
     combine.launch(parts, lses, (n_first, n_newest), tiles.TURNED, group, n_q, out, lse, overlap)
 
 
+def _keys_of_a_block(head_dim: int, size: int) -> int:
+    """So many that two blocks of K and V and the queries fit 99 KB of shared memory."""
+    return max(16, min(64, BLOCK_BYTES // (triton.next_power_of_2(head_dim) * size)))
+
+
 def _in_registers(spec: Spec, info: DeviceInfo) -> bool:
-    """Whether `decode_registers` serves the low keys: its formats, 64 or 128 dims, 16 rows."""
+    """Whether `decode_registers` serves the low keys: its formats, 64 or 128 dims."""
     if not gluon_runs(info):
         return False
     from .decode_registers import FORMATS
 
     formats = {spec.LOW[0], spec.LOW[2]}
     dims = (spec.D, spec.DV) in ((64, 64), (128, 128))
-    return (dims and spec.M == 16 and formats <= set(FORMATS)
+    return (dims and formats <= set(FORMATS)
             and (info.capability >= (8, 9) or not formats & {"nvfp4", "mxfp8"}))  # E4M3 -> fp16
 
 

@@ -6,12 +6,34 @@ what `mma.sync` takes: dims and keys are renamed, so that only registers change 
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...quant.jit import bits, block, decode_e8m0, scale_kind
 from .tiles import has_row_scale
+
+
+@triton.constexpr_function
+def consecutive(dims, m, axis):
+    """A warp's layout of `dims` dims along `axis` and m queries: a lane has `dims / 4` consecutive
+    dims of queries g and g + 8 (axis 0, as operand B), or `dims / 8` of two neighbours (axis 1, as
+    a transposed result)."""
+
+    def bases(lo, hi, along):
+        steps = [1 << i for i in range(lo.bit_length() - 1, hi.bit_length() - 1)]
+        return [[i, 0] if along == 0 else [0, i] for i in steps]
+
+    if axis == 0:
+        registers = bases(1, dims // 4, 0) + bases(8, m, 1)
+        lanes = bases(dims // 4, dims, 0) + bases(1, 8, 1)
+        shape = [dims, m]
+    else:
+        registers = bases(1, dims // 8, 1) + bases(1, 2, 0) + bases(8, m, 0)
+        lanes = bases(2, 8, 0) + bases(dims // 8, dims, 1)
+        shape = [m, dims]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], shape)
 
 
 @gluon.jit
@@ -37,7 +59,16 @@ def _as_operand(byte, FORMAT: gl.constexpr):
 @gluon.jit
 def rows_from(begin, hi, N: gl.constexpr, STEP: gl.constexpr, LAYOUT: gl.constexpr):
     """Every STEP-th key from begin on; those from hi on repeat the last one (and are hidden)."""
-    return gl.minimum(begin + STEP * gl.arange(0, N, LAYOUT), hi - 1)
+    return gl.maximum(gl.minimum(begin + STEP * gl.arange(0, N, LAYOUT), hi - 1), 0)
+
+
+@gluon.jit
+def counted(pos, lo, hi, valid_ptr):
+    """Which keys some query sees: in [lo, hi), and valid."""
+    counts = (pos >= lo) & (pos < hi)
+    if valid_ptr is not None:
+        counts = counts & (gl.load(valid_ptr + pos, mask=counts, other=0) != 0)
+    return counts
 
 
 @gluon.jit
@@ -194,23 +225,13 @@ def transposed_blocks(x, B: gl.constexpr):
 
 
 @gluon.jit
-def _dims(kappa, BEGIN: gl.constexpr, DIMS: gl.constexpr, PARTS: gl.constexpr):
-    """The dims that the product has at kappa < DIMS, from BEGIN on, a permutation of bits; PARTS:
-    whether 4 bytes of K give dims in the order 0, 2, 1, 3."""
-    i, j = (kappa >> 3) & 1, kappa & 1
-    inner = i + 2 * j if PARTS else 2 * i + j
-    return BEGIN + (DIMS // 4) * ((kappa >> 1) & 3) + 4 * (kappa >> 4) + inner
-
-
-@gluon.jit
 def hadamard_operand(SIZE: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr):
-    """The matrix of +-1 entries, 64 or 32 wide: the same for indices whose bits are permuted."""
-    i = gl.arange(0, SIZE, gl.SliceLayout(1, A))
-    j = gl.arange(0, SIZE, gl.SliceLayout(0, A))
-    x = i[:, None] & j[None, :]
-    x = gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True,
-                                  pack=1)
-    return (1 - 2 * (x & 1)).to(DTYPE)
+    """The matrix of +-1 entries, 64 or 32 wide: the same for indices whose bits are permuted. A
+    lane's entries are 2 numbers or their negatives: only the lower bits of i, j depend on it."""
+    i = gl.arange(0, SIZE, gl.SliceLayout(1, A))[:, None]
+    j = gl.arange(0, SIZE, gl.SliceLayout(0, A))[None, :]
+    odd = (0x96 >> (i & j & 7)) ^ (0x96 >> ((i >> 3) & (j >> 3)))  # 0x96: parities of 0 to 7
+    return gl.where((odd & 1) == 0, 1.0, -1.0).to(DTYPE)
 
 
 @gluon.jit
@@ -221,15 +242,26 @@ def identity_operand(SIZE: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def rotated_query(q, mean_ptr, at, mask, matrix, BEGIN: gl.constexpr, PARTS: gl.constexpr,
-           DIMS: gl.constexpr, B: gl.constexpr, MMA: gl.constexpr):
-    """DIMS dims of Q^T from BEGIN on, renamed as K's: float32 (DIMS, M), times the matrix; and
-    their share of q . mean (M,)."""
-    kappa = gl.arange(0, DIMS, gl.SliceLayout(1, B))
-    dims = _dims(kappa, BEGIN, DIMS, PARTS)
-    x = gl.load(q.ptr + at[None, :] + (dims * q.strides[3])[:, None], mask=mask[None, :],
-                other=0.0)
-    shift = gl.zeros([x.shape[1]], gl.float32, gl.SliceLayout(0, B))
+def rotated_query(q, mean_ptr, base, row, rows, S_Q, matrix, BEGIN: gl.constexpr,
+                  PARTS: gl.constexpr, DIMS: gl.constexpr, M: gl.constexpr, B: gl.constexpr,
+                  MMA: gl.constexpr):
+    """DIMS dims of Q^T from BEGIN on, of M rows (head of the group, token) from `row` on, renamed
+    as K's: float32 (DIMS, M), times the matrix; and their share of q . mean (M,).
+
+    A lane's dims are consecutive: the product has at 16 t + 8 i + 2 c + j what lane c of 4 has at
+    4 t + 2 j + i (PARTS, where 4 bytes of K give dims in the order 0, 2, 1, 3) or 4 t + 2 i + j.
+    """
+    T: gl.constexpr = DIMS // 16
+    LAYOUT: gl.constexpr = consecutive(DIMS, M, 0)
+    row += gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
+    at = base + (row // S_Q) * q.strides[1] + (row % S_Q) * q.strides[2]
+    dims = BEGIN + gl.arange(0, DIMS, gl.SliceLayout(1, LAYOUT))
+    x = gl.load(q.ptr + at[None, :] + (dims * q.strides[3])[:, None],
+                mask=(row < rows)[None, :], other=0.0)
+    shift = gl.zeros([M], gl.float32, gl.SliceLayout(0, LAYOUT))
     if mean_ptr is not None:
         shift = gl.sum(x.to(gl.float32) * gl.load(mean_ptr + dims)[:, None], 0)
-    return mma_v2(matrix, x, gl.zeros([DIMS, x.shape[1]], gl.float32, MMA)), shift
+    x = x.reshape(4, T, 2, 2, M)
+    x = x.permute(1, 3, 0, 2, 4) if PARTS else x.permute(1, 2, 0, 3, 4)
+    x = gl.convert_layout(x.reshape(DIMS, M), B, assert_trivial=True)
+    return mma_v2(matrix, x, gl.zeros([DIMS, M], gl.float32, MMA)), shift

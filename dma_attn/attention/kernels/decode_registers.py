@@ -9,8 +9,11 @@ that a group of 4 heads wastes half of it and not three quarters. Dims and keys 
 what a lane reads is what the product wants from it, and no lane's part is longer than a block: its
 scale sits in one register. P^T goes from one product's result to the next one's operand by 8 x 8
 transpositions (`movmatrix`). A program is a warp; it has up to 16 queries (head of the group,
-token) and a split of the low keys. It rotates its queries itself, by a product with the Hadamard
-matrix.
+token) and a split of the low keys; more queries are more programs. It rotates its queries itself,
+by a product with the Hadamard matrix.
+
+P is relative to a maximum that may be SLACK too low, in powers of two: only a block with a larger
+score reduces maxima among lanes and rescales the sums.
 
 K is multiplied in fp16, by Q relative to a power of two for each row: elements of 4 bits times
 their E4M3 scales; elements of 8 bits as they are, their E8M0 scales after the product, block by
@@ -33,6 +36,8 @@ from ...formats import get_format
 from ...quant.jit import bits, rotation_norm, scale_kind
 from .codes_ptx import key_asm, key_power, value_asm, value_power
 from .decode_operands import (
+    consecutive,
+    counted,
     hadamard_operand,
     identity_operand,
     key_scales,
@@ -51,7 +56,8 @@ STAGES = 2
 # By rows: keys of a block, warps on an SM, and registers of a lane, with which these fit
 SHAPES = {8: (32, 12, 168), 16: (32, 8, 255)}
 SHARED = 227 * 1024  # bytes of an SM, 1 KB of which goes with each program
-ROWS = gl.constexpr(16)  # of a part of the output
+SLACK = gl.constexpr(8.0)
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32: what no score has yet exceeded
 
 
 @gluon.jit
@@ -83,19 +89,24 @@ def _power(exponent):
 
 
 @gluon.jit
-def _store(part_ptr, to, mask, acc, inverse, BEGIN: gl.constexpr, PART: gl.constexpr,
-           D: gl.constexpr):
-    n = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-    dim = BEGIN + PART * (n & 7) + 4 * (n >> 4) + ((n >> 3) & 1)
-    gl.store(part_ptr + to[None, :] * D + dim[:, None], acc * inverse[None, :], mask=mask[None, :])
+def _store(part_ptr, to, row, rows, acc0, acc1, BEGIN: gl.constexpr, D: gl.constexpr):
+    """Rows of a part of the output, some dims from BEGIN on: of each four, two come from acc0."""
+    DIMS: gl.constexpr = 2 * acc0.shape[0]
+    M: gl.constexpr = acc0.shape[1]
+    x = gl.join(acc0, acc1).reshape(DIMS // 32, 2, 8, M, 2).permute(3, 2, 0, 4, 1).reshape(M, DIMS)
+    LAYOUT: gl.constexpr = consecutive(DIMS, M, 1)
+    x = gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    row += gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
+    dims = BEGIN + gl.arange(0, DIMS, gl.SliceLayout(0, LAYOUT))
+    gl.store(part_ptr + (to + row)[:, None] * D + dims[None, :], x, mask=(row < rows)[:, None])
 
 
-@gluon.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "first", "n_low", "n_splits", "diag", "sink",
-                              "capacity", "valid_size", "window"])
+@gluon.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "first", "n_low", "n_splits", "part_rows",
+                              "diag", "sink", "capacity", "valid_size", "window"])
 def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
-                    starts_ptr, valid_ptr, H_KV, GROUP, S_Q, first, n_low, n_splits, diag, sink,
-                    capacity, valid_size, scale, window, D: gl.constexpr, ROTATE: gl.constexpr,
-                    WINDOW: gl.constexpr, OVERLAP: gl.constexpr,
+                    starts_ptr, valid_ptr, H_KV, GROUP, S_Q, first, n_low, n_splits, part_rows,
+                    diag, sink, capacity, valid_size, scale, window, D: gl.constexpr,
+                    ROTATE: gl.constexpr, WINDOW: gl.constexpr, OVERLAP: gl.constexpr,
                     K_FORMAT: gl.constexpr, V_FORMAT: gl.constexpr, M: gl.constexpr,
                     N: gl.constexpr, STAGES: gl.constexpr,
                     K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, K_SHARED: gl.constexpr,
@@ -125,8 +136,10 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
     length = gl.load(lengths_ptr + b)
     start = gl.load(starts_ptr + b)
     near = gl.load(near_ptr)
-    row = gl.arange(0, M, QUERIES)
-    mask_m = row < GROUP * S_Q
+    chunk = gl.program_id(2) * M
+    row = chunk + gl.arange(0, M, QUERIES)
+    rows = GROUP * S_Q
+    mask_m = row < rows
     pos_m = length - S_Q + row % S_Q
     first_hi = (gl.maximum(start, 0) >> 7) << 7
     if (sink > 0) & (start >= 0):
@@ -158,37 +171,38 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
     if WINDOW:
         full_lo = gl.max(pos_m, 0) - window + 1
     # Q^T, and what it has with K's mean
-    row_b = gl.arange(0, M, gl.SliceLayout(0, B))
-    mask_b = row_b < GROUP * S_Q
-    at = (b * q.strides[0] + (h * GROUP + row_b // S_Q) * q.strides[1]
-          + (row_b % S_Q) * q.strides[2])
+    base = b * q.strides[0] + h * GROUP * q.strides[1]
     if mean_ptr is not None:
         mean_ptr += plane * D
     if ROTATE:
         matrix = hadamard_operand(DIMS, q.ptr.dtype.element_ty, A)
     else:
         matrix = identity_operand(DIMS, q.ptr.dtype.element_ty, A)
-    q0, shift0 = rotated_query(q, mean_ptr, at, mask_b, matrix, 0, FOUR, DIMS, B, MMA)
-    q1, shift1 = rotated_query(q, mean_ptr, at, mask_b, matrix, DIMS, FOUR, DIMS, B, MMA)
+    q0, shift0 = rotated_query(q, mean_ptr, base, chunk, rows, S_Q, matrix, 0, FOUR, DIMS, M,
+                               B, MMA)
+    q1, shift1 = rotated_query(q, mean_ptr, base, chunk, rows, S_Q, matrix, DIMS, FOUR, DIMS, M,
+                               B, MMA)
     shift0 += shift1
     q2 = q0
     q3 = q1
     if not FOUR and D == 128:
-        q2, shift2 = rotated_query(q, mean_ptr, at, mask_b, matrix, 64, FOUR, DIMS, B, MMA)
-        q3, shift3 = rotated_query(q, mean_ptr, at, mask_b, matrix, 96, FOUR, DIMS, B, MMA)
+        q2, shift2 = rotated_query(q, mean_ptr, base, chunk, rows, S_Q, matrix, 64, FOUR, DIMS, M,
+                               B, MMA)
+        q3, shift3 = rotated_query(q, mean_ptr, base, chunk, rows, S_Q, matrix, 96, FOUR, DIMS, M,
+                               B, MMA)
         shift0 += shift2 + shift3
     if ROTATE:
         q0, q1 = q0 + q1, q0 - q1
         if not FOUR and D == 128:
             q2, q3 = q2 + q3, q2 - q3
             q0, q1, q2, q3 = q0 + q2, q1 + q3, q0 - q2, q1 - q3
-        q0 *= rotation_norm(D)
-        q1 *= rotation_norm(D)
-        q2 *= rotation_norm(D)
-        q3 *= rotation_norm(D)
     shift = gl.convert_layout(shift0, QUERIES) * scale
+    if scale < 0.0:  # below, larger sums are larger scores
+        q0, q1, q2, q3 = -q0, -q1, -q2, -q3
     # fp16 is relative to a power of two with which the largest of a row is below 2^15
-    unit = gl.full([M], 1.0, gl.float32, QUERIES) * scale
+    unit = gl.full([M], 1.0, gl.float32, QUERIES) * gl.abs(scale)
+    if ROTATE:
+        unit *= rotation_norm(D)
     if F16:
         largest = gl.max(gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)),
                                     gl.maximum(gl.abs(q2), gl.abs(q3))), 0)
@@ -199,6 +213,7 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
         q2 *= factor
         q3 *= factor
         unit *= _power(largest - 14) * 2.0**K_POWER
+    unit = gl.maximum(unit, 1e-30)  # such scores are 0, and a hidden one is -inf and not NaN
     if K_FORMAT == "int4":
         q1 *= 0.0625
     h0 = q0.to(K_TYPE)
@@ -225,8 +240,10 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
     acc1 = gl.zeros([V_BYTES // 2, M], gl.float32, MMA)
     acc2 = gl.zeros([V_BYTES // 2, M], gl.float32, MMA)
     acc3 = gl.zeros([V_BYTES // 2, M], gl.float32, MMA)
-    row_max = gl.full([M], float("-inf"), gl.float32, QUERIES)
+    offset = gl.zeros([M], gl.float32, QUERIES)  # P = 2^(s * unit + offset)
     sums = gl.sum(gl.zeros([N, M], gl.float32, MMA).reshape(N // 8, 8, M), 0)  # by lane
+    BY_LANE: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
+    bound = gl.full([M], LOWEST, gl.float32, BY_LANE)
     stage = 0
     for block_lo in range(lo, hi, N):
         async_copy.wait_group(STAGES - 2)
@@ -256,7 +273,6 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         if has_row_scale(K_FORMAT):
             s = s * k_row[:, None]
-        s = gl.fma(s, unit[None, :], shift[None, :])
         k_row, k_low, k_high = key_scales(k, tokens, block_lo + N, hi, N, D, K_FORMAT, K3, MMA)
         partly = block_lo + N > full_hi
         if WINDOW:
@@ -265,21 +281,39 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
             partly = True
         if partly:
             pos = block_lo + gl.arange(0, N, gl.SliceLayout(1, MMA))
-            counts = pos < hi
-            if valid_ptr is not None:
-                counts = counts & (gl.load(valid_ptr + gl.minimum(pos, hi - 1)) != 0)
+            counts = counted(pos, seen, hi, valid_ptr)
             visible = counts[:, None] & (pos[:, None] < near_lo[None, :]) & (
                 pos[:, None] <= pos_m[None, :])
             if WINDOW:
                 visible = visible & (pos[:, None] > pos_m[None, :] - window)
             s = gl.where(visible, s, float("-inf"))
-        new_max = gl.maximum(row_max, gl.max(s, 0))
-        base = gl.where(new_max == float("-inf"), 0.0, new_max)
-        p = gl.exp2(s - base[None, :])
-        decay = gl.exp2(row_max - base)
-        sums = sums * gl.convert_layout(decay, gl.SliceLayout(0, sums.type.layout))[None, :]
+            # What no query sees may be NaN
+            if has_row_scale(V_FORMAT):
+                v_row = gl.where(counts, v_row, 0.0)
+            if scale_kind(V_FORMAT) != "fp32":
+                even = block_lo + 2 * gl.arange(0, N // 2, gl.SliceLayout(1, v_e0.type.layout))
+                counts_e = counted(even, seen, hi, valid_ptr)[:, None]
+                counts_o = counted(even + 1, seen, hi, valid_ptr)[:, None]
+                v_e0, v_o0 = gl.where(counts_e, v_e0, 0), gl.where(counts_o, v_o0, 0)
+                if bits(V_FORMAT) == 4:
+                    v_e1, v_o1 = gl.where(counts_e, v_e1, 0), gl.where(counts_o, v_o1, 0)
+        exceeds = gl.max(s.reshape(N // 8, 8, M), 0) > bound[None, :]
+        if gl.max(exceeds.to(gl.int32).reshape(8 * M), 0) > 0:
+            top = gl.max(s, 0)
+            old = gl.convert_layout(bound, QUERIES)
+            higher = top > old
+            new = gl.where(higher, -top * unit, offset)
+            decay = gl.where(old == LOWEST, 0.0, gl.exp2(new - offset))
+            decay = gl.where(higher, decay, 1.0)
+            offset = new
+            bound = gl.convert_layout(gl.where(higher, top + SLACK / unit, old), BY_LANE)
+            sums *= gl.convert_layout(decay, BY_LANE)[None, :]
+            acc0 *= decay[None, :]
+            acc1 *= decay[None, :]
+            acc2 *= decay[None, :]
+            acc3 *= decay[None, :]
+        p = gl.exp2(gl.fma(s, unit[None, :], offset[None, :]))
         sums += gl.sum(p.reshape(N // 8, 8, M), 0)
-        row_max = new_max
         if has_row_scale(V_FORMAT):
             p = p * v_row[:, None]
         p = transposed_blocks(p.to(gl.bfloat16), B)
@@ -287,29 +321,28 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
         v0, v1, v2, v3 = value_operands(v_codes, v_scales, A, V_FORMAT, V_ASM, V_REGISTERS)
         v_row, v_e0, v_o0, v_e1, v_o1 = value_scales(v, tokens, block_lo + N, hi, N, D, V_FORMAT,
                                                      V3, MMA)
-        acc0 = mma_v2(v0, p, acc0 * decay[None, :])
-        acc1 = mma_v2(v1, p, acc1 * decay[None, :])
+        acc0 = mma_v2(v0, p, acc0)
+        acc1 = mma_v2(v1, p, acc1)
         if bits(V_FORMAT) == 4:
-            acc2 = mma_v2(v2, p, acc2 * decay[None, :])
-            acc3 = mma_v2(v3, p, acc3 * decay[None, :])
+            acc2 = mma_v2(v2, p, acc2)
+            acc3 = mma_v2(v3, p, acc3)
     row_sum = gl.convert_layout(gl.sum(sums, 0), QUERIES)
-    to = (plane * n_splits + first + split) * ROWS + row
-    lse = row_max + gl.log2(row_sum)
-    gl.store(lse_ptr + to, gl.where(row_sum > 0.0, lse, float("-inf")), mask=mask_m)
-    inverse = gl.where(row_sum > 0.0, 2.0**V_POWER / row_sum, 0.0)
-    _store(part_ptr, to, mask_m, acc0, inverse, 0, V_BYTES // 8, D)
-    _store(part_ptr, to, mask_m, acc1, inverse, 2, V_BYTES // 8, D)
+    to = (plane * n_splits + first + split) * part_rows
+    blind = row_sum == 0.0  # NaN is not
+    lse = shift - offset + gl.log2(row_sum)
+    gl.store(lse_ptr + to + row, gl.where(blind, float("-inf"), lse), mask=mask_m)
+    inverse = gl.where(blind, 0.0, 2.0**V_POWER / row_sum)[None, :]
+    _store(part_ptr, to, chunk, rows, acc0 * inverse, acc1 * inverse, 0, D)
     if bits(V_FORMAT) == 4:
-        _store(part_ptr, to, mask_m, acc2, inverse, D // 2, V_BYTES // 8, D)
-        _store(part_ptr, to, mask_m, acc3, inverse, D // 2 + 2, V_BYTES // 8, D)
+        _store(part_ptr, to, chunk, rows, acc2 * inverse, acc3 * inverse, D // 2, D)
     if OVERLAP:  # what comes next takes the kernel before this one as done, too
         gdc_wait()
 
 
 @functools.cache
 def variant(k_format: str, v_format: str, head_dim: int, rows: int) -> dict[str, Any]:
-    """Launch arguments for up to 8 or 16 `rows`: what unpacks codes, and how shared memory and the
-    registers of a warp hold those of a block's keys."""
+    """Launch arguments for `rows` in programs of up to 8 or 16: what unpacks codes, and how shared
+    memory and the registers of a warp hold those of a block's keys."""
     m = 8 if rows <= 8 else 16
     n, _, registers = SHAPES[m]
     k, v = (head_dim * get_format(name).bits // 8 for name in (k_format, v_format))
