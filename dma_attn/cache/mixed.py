@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..config import DMAConfig
+from ..device import device_guard, use_triton
 from ..formats import get_format
-from ..quant.api import quantize_pair
-from ..quant.store import Copies, Store, encode, select_rows
+from ..quant.store import Copies, Store, select_rows
 from ..quant.transforms import key_mean, rotate
 from ..schedule import TILE, tile_count
+from .append import advance, check_new, write
 from .state import load, save
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -124,7 +125,8 @@ class MixedKVCache:
     # ---- changes
 
     def append(
-        self, k: torch.Tensor, v: torch.Tensor, *, key_padding_mask: torch.Tensor | None = None
+        self, k: torch.Tensor, v: torch.Tensor, *, key_padding_mask: torch.Tensor | None = None,
+        impl: str = "auto",
     ) -> None:
         """Add tokens at the end of all rows.
 
@@ -132,25 +134,42 @@ class MixedKVCache:
             k, v: (B, H, S, D) and (B, H, S, D_v) in the cache's dtype, any strides.
             key_padding_mask: bool (B, S), True = a token that counts; None: all do. The first call
                 with tokens fixes K's mean, over those of its tokens that count.
+            impl: "reference" (PyTorch), "triton" or "auto" (Triton on a GPU, PyTorch on a CPU);
+                they write the same bits.
 
         Raises:
             TypeError, ValueError: other shapes, dtypes or devices.
             RuntimeError: room must be allocated while a CUDA graph is captured.
         """
-        self._check_new(k, v, key_padding_mask)
+        check_new(self, k, v, key_padding_mask)
+        triton = use_triton(self.device, impl)
         n = k.shape[2]
         if n == 0:
             return
-        with torch.no_grad():
+        with torch.no_grad(), device_guard(self.device):
             self._allocate(self.length + n)
-            self._mark(n, key_padding_mask)
+            if key_padding_mask is not None and self.valid is None:
+                self.valid = torch.zeros(self.batch, self.capacity, dtype=torch.bool,
+                                         device=self.device)
+                self.valid[:, : self.length] = True
             if self.config.smooth_k and self.mean is None:
                 self.mean = key_mean(k, key_padding_mask)
-            self._write(self.k, k, self.config.rotate, self.mean)
-            self._write(self.v, v, self.rotate_v, None)
-            self.lengths += n
+            if triton:
+                from ..quant.append import launch_advance, launch_append
+
+                launch_advance(self.lengths, self.starts, self.near, self.valid, key_padding_mask,
+                               n, self.diag)
+            else:
+                advance(self, n, key_padding_mask)
+            for copies, x, rotated, mean in ((self.k, k, self.config.rotate, self.mean),
+                                             (self.v, v, self.rotate_v, None)):
+                if triton:
+                    launch_append(x, copies, self.lengths, self.starts, self.config.sink,
+                                  mean=mean, rotate=rotated, scale_rule=self.config.scale_rule)
+                else:
+                    write(self, copies, x, rotated, mean)
             self.length += n
-            self._drop()
+            self.high_from = max(self.high_from, ((self.length - 1) >> 7 << 7) - self.diag)
 
     def crop(self, n: int) -> None:
         """Keep the first n tokens. Those that have only a low copy keep it, also where their tile
@@ -281,47 +300,6 @@ class MixedKVCache:
                 self.valid, (0, self.capacity - self.valid.shape[1])
             )
 
-    def _positions(self, n: int) -> torch.Tensor:
-        """Of the next n tokens, (n,), from the length on the device."""
-        return self.lengths[0] + torch.arange(n, device=self.device)
-
-    def _mark(self, n: int, mask: torch.Tensor | None) -> None:
-        """Which of the next n tokens count, and which is the first of each row."""
-        if mask is None:
-            begins, first = self.starts < 0, self.lengths
-        else:
-            begins = (self.starts < 0) & mask.any(1)
-            first = self.lengths + mask.int().argmax(1).int()
-            if self.valid is None:
-                self.valid = torch.zeros(self.batch, self.capacity, dtype=torch.bool,
-                                         device=self.device)
-                self.valid[:, : self.length] = True
-        if self.valid is not None:
-            counts = self.valid.new_ones(self.batch, n) if mask is None else mask
-            self.valid.index_copy_(1, self._positions(n), counts)
-        self.starts.copy_(torch.where(begins, first, self.starts))
-
-    def _write(
-        self, copies: Copies, x: torch.Tensor, rotated: bool, mean: torch.Tensor | None
-    ) -> None:
-        """The next tokens' copies, each where it belongs."""
-        n = x.shape[2]
-        positions = self._positions(n)
-        near = copies.newest or copies.first
-        high = "none" if near is None else near.format.name
-        high_copy, low_copy = quantize_pair(
-            x, high, copies.low.format.name, mean=mean, rotate=rotated,
-            scale_rule=self.config.scale_rule,
-        )
-        copies.low.write(positions, encode(low_copy, x))
-        parts = encode(high_copy, x)
-        if copies.newest is not None:
-            kept = slice(max(0, n - self.ring), n)
-            copies.newest.write(positions[kept] % self.ring, tuple(p[:, :, kept] for p in parts))
-        if copies.first is not None:
-            index, inside = self.among_first(positions)
-            copies.first.write(torch.where(inside, index, self.sink), parts)
-
     def among_first(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Index in the store of the first tokens, (B, n), and whether a position belongs there."""
         starts = self.starts[:, None].long()
@@ -329,12 +307,6 @@ class MixedKVCache:
         end = ((starts + self.config.sink + TILE - 1) >> 7) << 7
         inside = (starts >= 0) & (positions >= begin) & (positions < end)
         return positions - begin, inside
-
-    def _drop(self) -> None:
-        """High copies that have left the ring are gone."""
-        self.high_from = max(self.high_from, ((self.length - 1) >> 7 << 7) - self.diag)
-        newest = ((self.lengths[:1] - 1) >> 7 << 7) - self.diag
-        torch.maximum(self.near, newest, out=self.near)
 
     def _values(
         self, copies: Copies, position: int | None, rotated: bool, mean: torch.Tensor | None
@@ -364,26 +336,6 @@ class MixedKVCache:
             at = index.clamp(0, self.sink - 1)[:, None, :, None].expand(out.shape)
             out = torch.where(inside[:, None, :, None], first.gather(2, at), out)
         return out
-
-    def _check_new(
-        self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> None:
-        n = k.shape[2] if isinstance(k, torch.Tensor) and k.dim() == 4 else -1
-        for name, x, dim in (("k", k, self.head_dims[0]), ("v", v, self.head_dims[1])):
-            shape = (self.batch, self.kv_heads, n, dim)
-            if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape:
-                got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-                raise ValueError(f"{name}: expected (batch {self.batch}, heads {self.kv_heads}, S, "
-                                 f"{dim}), with k's S, got {got}")
-            if x.dtype != self.dtype or x.device != self.device:
-                raise TypeError(f"{name}: expected {self.dtype} on {self.device}, "
-                                f"got {x.dtype} on {x.device}")
-        if mask is not None:
-            if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-                raise TypeError("key_padding_mask: expected a bool tensor")
-            if tuple(mask.shape) != (self.batch, n) or mask.device != self.device:
-                raise ValueError(f"key_padding_mask: expected {(self.batch, n)} on {self.device}, "
-                                 f"got {tuple(mask.shape)} on {mask.device}")
 
 
 def _check_size(name: str, value: object, least: int) -> None:

@@ -14,7 +14,8 @@ import triton
 
 from ...device import DeviceInfo, device_info, gluon_runs, interpreting, processor_count
 from ...formats import LOG2_E
-from ...quant.kernels import Quantised, Strided
+from ...quant.append import stored
+from ...quant.kernels import Strided
 from ...quant.store import Copies
 from . import combine
 from .decode import Spec, decode_kernel, query_kernel
@@ -129,7 +130,7 @@ def launch(
             Strided(q, q.stride()),
             turned,
             shift,
-            *(_parts(c, kind) for c in (k, v) for kind in ("first", "low", "newest")),
+            *(stored(store or c.low) for c in (k, v) for store in (c.first, c.low, c.newest)),
             parts,
             lses,
             *lengths,
@@ -156,8 +157,8 @@ def launch(
         low_keys_kernel[(planes, n_low, low_chunks)](
             Strided(q, q.stride()),
             mean,
-            _parts(k, "low"),
-            _parts(v, "low"),
+            stored(k.low),
+            stored(v.low),
             parts,
             lses,
             *lengths,
@@ -221,14 +222,3 @@ def _turned(
         num_warps=1,
     )
     return turned, shift
-
-
-def _parts(copies: Copies, kind: str) -> Quantised:
-    """A store as kernel arguments; that of every token where there is no such store."""
-    store = getattr(copies, kind) or copies.low
-    if not store.format.quantised:
-        return Quantised(store.parts[0], None, None)
-    if store.format.scale == "fp32":
-        return Quantised(store.parts[0], None, store.parts[1])
-    return Quantised(store.parts[0], store.parts[1],
-                     store.parts[2] if store.format.has_global_scale else None)
