@@ -22,7 +22,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dma_attn import DMAConfig, MixedKVCache, dma_attention, dma_attention_with_kvcache, quantize_pair
+from dma_attn import (
+    DMAConfig,
+    MixedKVCache,
+    dma_attention,
+    dma_attention_with_kvcache,
+    quantize_pair,
+)
 from dma_attn.attention.dispatch import use_hopper
 from dma_attn.attention.kernels import hopper_call
 from dma_attn.testing import random_qkv
