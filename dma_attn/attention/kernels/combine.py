@@ -100,9 +100,9 @@ def launch(
         M=m,
         DV=value_dim,
         BLOCK_DV=triton.next_power_of_2(value_dim),
-        SPLITS=min(128, triton.next_power_of_2(n_splits)),
+        SPLITS=32 if n_splits <= 32 else 128,
         TURNED=turned,
         OVERLAP=overlap,
-        num_warps=4 if n_splits <= 32 else 8,
+        num_warps=2 if n_splits <= 32 else 4,
         launch_pdl=overlap,
     )
