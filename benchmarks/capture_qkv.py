@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from dma_attn.evaluation.ablation import spread
 from dma_attn.evaluation.capture import AttentionCall, visit_attention
 from dma_attn.evaluation.models import load_model
 from dma_attn.evaluation.text import read_text, token_ids, windows
@@ -57,12 +58,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=10, help="layers at most")
     return parser.parse_args()
-
-
-def spread(layers: int, count: int) -> list[int]:
-    """At most `count` of the layers 0 to `layers` - 1, the first and the last among them."""
-    steps = max(1, min(count, layers) - 1)
-    return sorted({round(i * (layers - 1) / steps) for i in range(min(count, layers))})
 
 
 def check_plain(call: AttentionCall) -> None:

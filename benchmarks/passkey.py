@@ -21,7 +21,8 @@ from dma_attn.bench.results import write_csv
 from dma_attn.evaluation.attention import using_config
 from dma_attn.evaluation.environment import environment
 from dma_attn.evaluation.models import BUILT_IN, load_model
-from dma_attn.evaluation.passkey import evaluate_passkey, paired_interval, passkey_prompts
+from dma_attn.evaluation.passkey import evaluate_passkey, passkey_prompts
+from dma_attn.evaluation.statistics import paired_interval
 
 COLUMNS = ("row", "tokens", "trials", "found", "difference_points", "low_points", "high_points")
 REACHED, LOSS = 0.8, -0.05
@@ -46,7 +47,7 @@ def main() -> int:
             native = native or found
             gap = paired_interval(native, found)
             lines.append([name, str(tokens), str(len(found)), str(sum(found)),
-                          *(f"{100 * x:+.2f}" for x in (gap.difference, gap.low, gap.high))])
+                          *(f"{100 * x:+.2f}" for x in (gap.estimate, gap.low, gap.high))])
             print("  ".join(lines[-1]), flush=True)
             if name == NATIVE and sum(found) < REACHED * len(found):
                 bad.append(f"{tokens} tokens: the 16-bit cache finds {sum(found)}")

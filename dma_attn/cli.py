@@ -1,4 +1,4 @@
-"""The command line: `dma-attn info`, `demo`, `generate` and `bench`.
+"""The command line: `dma-attn info`, `demo`, `generate`, `eval`, `ablate` and `bench`.
 
 Commands are thin, and import torch, transformers and matplotlib only when they run: at the top of
 this file, an interrupt would end in a traceback. A wrong command line or value ends with exit code
@@ -29,7 +29,7 @@ except KeyboardInterrupt:
     print("dma-attn: error: interrupted", file=sys.stderr)
     raise SystemExit(130) from None
 
-from . import cli_bench
+from . import cli_bench, cli_eval
 
 if TYPE_CHECKING:
     from .config import DMAConfig
@@ -45,6 +45,8 @@ app = typer.Typer(
 
 
 app.add_typer(cli_bench.app, name="bench")
+app.command("eval")(cli_eval.evaluate)
+app.command("ablate")(cli_eval.ablate)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -180,7 +182,7 @@ def demo(
         extra=extra,
     )
     console = Console()
-    _quiet_imports()
+    quiet_imports()
     with progress_stages() as stage:
         results = run_demo(settings, stage)
     page = write_report(results, out)
@@ -237,7 +239,7 @@ def generate(
     check_prompt(prompt)
     place = _device(device)
     console = Console()
-    _quiet_imports()
+    quiet_imports()
     labels: dict[str, DMAConfig | None] = {f"DMA, {chosen}": chosen}
     if compare:
         labels = {"native": None, **labels}
@@ -348,7 +350,7 @@ def _make_folder(folder: Path) -> None:
         )
 
 
-def _quiet_imports() -> None:
+def quiet_imports() -> None:
     """Silence what transformers' import of torchao logs, where torchao is installed.
 
     torchao lists compiled parts built for other machines and uses a deprecated torch call; neither

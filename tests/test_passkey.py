@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,7 @@ import torch
 from dma_attn import DMAConfig
 from dma_attn.evaluation.attention import using_config
 from dma_attn.evaluation.errors import SettingError
-from dma_attn.evaluation.passkey import (
-    Interval,
-    evaluate_passkey,
-    paired_interval,
-    passkey_prompts,
-)
+from dma_attn.evaluation.passkey import evaluate_passkey, passkey_prompts
 from dma_attn.integrations.transformers import DMACache
 from tests.tiny_model import tiny_model
 
@@ -111,17 +105,3 @@ def test_over_a_mixed_cache() -> None:
     with using_config(model, DMAConfig.preset("off")):
         assert evaluate_passkey(model, prompts, make) == [False, False]
     assert [c.get_seq_length() for c in caches] == [500 + prompts[1].shape[1] - 1]
-
-
-def test_interval() -> None:
-    """By hand: 200 trials, none discordant, then 7 lost and 2 gained of them."""
-    same = paired_interval([True] * 200, [True] * 200)
-    assert same == Interval(0.0, pytest.approx(-1.959964 / 202), pytest.approx(1.959964 / 202))
-    after = [False] * 7 + [True] * 193
-    before = [True] * 198 + [False] * 2
-    found = paired_interval(before, after)
-    half = 1.959964 * math.sqrt(10 - 25 / 202) / 202
-    assert found == Interval(-0.025, pytest.approx(-5 / 202 - half), pytest.approx(-5 / 202 + half))
-    for bad in ([], [True]):
-        with pytest.raises(ValueError, match="as many"):
-            paired_interval(bad, [])

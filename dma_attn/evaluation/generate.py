@@ -90,7 +90,7 @@ def generate_answer(
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            pad_token_id=_pad_token(model, tokenizer),
+            pad_token_id=pad_token(model, tokenizer),
         )
     new = result.sequences[0, n_prompt:]
     text = tokenizer.decode(
@@ -121,7 +121,7 @@ def _prompt_ids(tokenizer: Any, prompt: str) -> torch.Tensor:
     return torch.tensor([ids], dtype=torch.int64)
 
 
-def _pad_token(model: Any, tokenizer: Any) -> int:
+def pad_token(model: Any, tokenizer: Any) -> int:
     """A pad id for `generate`, which asks for one even when nothing is padded."""
     eos = model.generation_config.eos_token_id
     first_eos = eos[0] if isinstance(eos, list) else eos

@@ -1,6 +1,6 @@
-"""Passkey retrieval: five digits somewhere in a long text, asked for at its end, over a KV cache.
+"""Passkey retrieval: five digits somewhere in a long text, asked for at its end.
 
-The text goes in as a prompt, in one step that attends in 16 bits; the question and the digits
+The text goes in as a prompt, in one step of the model's attention; the question and the digits
 follow as one decode step, which reads the cache. A trial succeeds when each digit is the likeliest
 token after those before it, so exactly when greedy decoding would answer with all five. (Mohtashami
 and Jaggi, arXiv 2305.16300, with digits at a random depth.)
@@ -8,10 +8,8 @@ and Jaggi, arXiv 2305.16300, with digits at a random depth.)
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,65 +18,69 @@ from .errors import SettingError
 
 FILLER = ("The grass is green. The sky is blue. The sun is yellow. Here we go. "
           "There and back again. ")
-QUESTION = "\nThe pass key is"
+THINGS = ("apple", "river", "stone", "cloud", "tiger", "lemon", "piano", "robot")
 DIGITS = 5
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A paired difference of success rates, and its 95 % interval."""
-
-    difference: float
-    low: float
-    high: float
-
-
-def paired_interval(before: Sequence[bool], after: Sequence[bool]) -> Interval:
-    """after - before over the same trials, with half a trial added to each of the four outcomes
-    (Agresti and Min, Statistics in Medicine 24, 2005).
-
-    Raises:
-        ValueError: no trials, or not the same number.
-    """
-    if not before or len(before) != len(after):
-        raise ValueError(f"expected as many trials of both, got {len(before)} and {len(after)}")
-    gained = sum(not a and b for a, b in zip(before, after, strict=True)) + 0.5
-    lost = sum(a and not b for a, b in zip(before, after, strict=True)) + 0.5
-    n = len(before) + 2
-    middle = (gained - lost) / n
-    half = 1.959964 * math.sqrt(gained + lost - (gained - lost) ** 2 / n) / n
-    return Interval((sum(after) - sum(before)) / len(before), middle - half, middle + half)
-
-
 def passkey_prompts(
-    tokenizer: Any, tokens: int, trials: int, seed: int = 0
+    tokenizer: Any,
+    tokens: int,
+    trials: int,
+    seed: int = 0,
+    *,
+    depth: float | None = None,
+    needles: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Texts (trials, tokens), and questions with their answers (trials, question + 5), int64.
 
+    Args:
+        depth: Where the passkey is, 0 at the text's begin to 1 at its end; None: anywhere.
+        needles: Passkeys in the text, each of a thing; with several, others are anywhere and the
+            question is about one of them.
+
     Raises:
-        SettingError: fewer tokens than a passkey and some filler need, or no trials.
+        SettingError: fewer tokens than the passkeys and some filler need, no trials, a depth or a
+            number of needles out of range.
     """
     if trials < 1:
         raise SettingError(f"expected at least 1, got {trials}", "trials")
+    if depth is not None and not 0 <= depth <= 1:
+        raise SettingError(f"expected 0 to 1, got {depth}", "depth")
+    if not 1 <= needles <= len(THINGS):
+        raise SettingError(f"expected 1 to {len(THINGS)}, got {needles}", "needles")
     random_ = random.Random(seed)
     start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
     start += _ids(tokenizer, "There is a pass key hidden in this text. Remember it. ")
     filler = _ids(tokenizer, FILLER)
     texts, questions = [], []
     for _ in range(trials):
-        key = "".join(random_.choice("0123456789") for _ in range(DIGITS))
-        needle = _ids(tokenizer, f"The pass key is {key}. Remember it. {key} is the pass key. ")
-        room = tokens - len(start) - len(needle)
+        of = [f" of the {x}" for x in random_.sample(THINGS, needles)] if needles > 1 else [""]
+        keys = ["".join(random_.choice("0123456789") for _ in range(DIGITS)) for _ in of]
+        hidden = [_ids(tokenizer, f"The pass key{thing} is {key}. Remember it. {key} is the pass "
+                                  f"key{thing}. ") for thing, key in zip(of, keys, strict=True)]
+        room = tokens - len(start) - sum(map(len, hidden))
         if room < len(filler):
             raise SettingError(f"expected at least {tokens - room + len(filler)}, got {tokens}",
                                "tokens")
         around = (filler * (room // len(filler) + 1))[:room]
-        depth = random_.randrange(room // len(filler) + 1) * len(filler)
-        texts.append(start + around[:depth] + needle + around[depth:])
-        questions.append(_ids(tokenizer, f"{QUESTION} {key}"))
+        places = room // len(filler) + 1
+        at = [random_.randrange(places) for _ in of]
+        if depth is not None:
+            at[0] = round(depth * (places - 1))
+        text = list(start)
+        for place in range(places):
+            for needle in (x for x, p in zip(hidden, at, strict=True) if p == place):
+                text += needle
+            text += around[place * len(filler) : (place + 1) * len(filler)]
+        texts.append(text)
+        questions.append(_ids(tokenizer, f"\nThe pass key{of[0]} is {keys[0]}"))
         answer = questions[-1][-DIGITS:]
-        if tokenizer.decode(answer, clean_up_tokenization_spaces=False).strip() != key:
+        if tokenizer.decode(answer, clean_up_tokenization_spaces=False).strip() != keys[0]:
             raise SettingError("expected a tokenizer that takes digits one by one", "model")
+    longest = max(map(len, questions))
+    if min(map(len, questions)) != longest:
+        raise SettingError("expected a tokenizer that takes each of the things as one word",
+                           "model")
     return torch.tensor(texts), torch.tensor(questions)
 
 

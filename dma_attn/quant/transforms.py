@@ -28,14 +28,15 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     n is the largest power of two dividing D. Butterflies h = 1, 2, 4, ... and one multiplication by
     float32(1 / sqrt n) last: the order fixes the bits. H is symmetric, so `rotate` inverts itself.
     """
-    shape, n = x.shape, hadamard_size(x.shape[-1])
+    size, n = x.shape[-1], hadamard_size(x.shape[-1])
+    y = x.reshape(-1, size).T.contiguous()  # channels first: sums of long vectors, ten times faster
     h = 1
     while h < n:
-        pairs = x.reshape(*shape[:-1], shape[-1] // (2 * h), 2, h)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        x = torch.stack((a + b, a - b), -2)
+        pairs = y.view(size // (2 * h), 2, h, -1)
+        a, b = pairs[:, 0], pairs[:, 1]
+        y = torch.stack((a + b, a - b), 1)
         h *= 2
-    return x.reshape(shape) * hadamard_norm(n)
+    return (y.view(size, -1) * hadamard_norm(n)).T.contiguous().view(x.shape)
 
 
 def key_mean(k: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,0 +1,162 @@
+"""`dma-attn eval` and `ablate`: what configurations cost on a model of the user's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_CONFIG_HELP = (
+    "What to compare with the model as it is (repeatable): attention, as in 'default,diag=512', or "
+    "'cache' and 'cache:default,high=none,low=int4,v_low=nvfp4', a KV cache that 16-bit attention "
+    "reads."
+)
+
+
+def evaluate(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A Hub id, a local folder or a .gguf file; by default SmolLM2-135M."),
+    ] = None,
+    config: Annotated[list[str] | None, typer.Option("--config", help=_CONFIG_HELP)] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="perplexity, needles, layers or agreement (repeatable); by default all."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of a window of text.")] = 1024,
+    windows: Annotated[int, typer.Option(min=1, help="Number of windows.")] = 6,
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of a text with passkeys (repeatable).")
+    ] = None,
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, max=1.0, help="Where the passkey is, 0 to 1 (repeatable)."),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Of each length and depth.")] = 8,
+    needles: Annotated[int, typer.Option(min=1, max=8, help="Passkeys in a text.")] = 1,
+    prompts: Annotated[int, typer.Option(min=1, help="Greedy generations.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a generation's prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a generation.")] = 24,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file, instead of Python's own help texts.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="File of JSON lines; one that is there is continued.")
+    ] = Path("dma-eval/eval.jsonl"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Perplexity, passkey retrieval, attention error by layer and head, and agreement of greedy
+    generations, each against the model as it is. A run that was stopped goes on where it was.
+
+    Example: dma-attn eval HuggingFaceTB/SmolLM2-135M --config default --config cache --windows 12
+    """
+    from rich.console import Console
+
+    from .cli import quiet_imports
+    from .evaluation.evaluate import METRICS, EvalSettings, checked_subjects, run_eval
+    from .evaluation.models import BUILT_IN
+    from .evaluation.summary import summarise
+    from .report.console import progress_stages
+    from .report.eval_tables import eval_tables
+    from .report.results import write_json
+
+    usual = EvalSettings()
+    settings = EvalSettings(
+        model=model or BUILT_IN,
+        text=None if text is None else str(text),
+        tokens=tokens,
+        windows=windows,
+        lengths=tuple(length or usual.lengths),
+        depths=tuple(depth or usual.depths),
+        trials=trials,
+        needles=needles,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        subjects=checked_subjects(config or usual.subjects),
+        metrics=tuple(metric or METRICS),
+        device=_place(device),
+    )
+    quiet_imports()
+    with progress_stages() as stage:
+        records = run_eval(settings, out, stage)
+    summary = summarise(records)
+    tables = out.with_suffix(".summary.json")
+    write_json(tables, asdict(summary))
+    console = Console()
+    for table in eval_tables(summary):
+        console.print(table)
+    console.print(f"{out}, {tables}", soft_wrap=True, highlight=False)
+
+
+def ablate(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A Hub id, a local folder or a .gguf file; by default SmolLM2-135M."),
+    ] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="formats, tiles or granularity (repeatable); by default all."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the window of text.")] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="Evenly spread layers, at most.")] = 4,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file, instead of Python's own help texts.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the CSV files.")] = Path("dma-ablation"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """The paper's ablations on a model's own queries, keys and values, by the authors' numerics and
+    by ours, beside the paper's numbers; times on a GPU only.
+
+    Example: dma-attn ablate --table tiles --tokens 4096 --layers 8
+    """
+    from rich.console import Console
+
+    from .bench.results import write_csv
+    from .cli import quiet_imports
+    from .evaluation.ablation import TABLES, findings, run_ablation
+    from .evaluation.environment import environment
+    from .evaluation.errors import SettingError
+    from .evaluation.models import BUILT_IN, load_model
+    from .evaluation.perplexity import check_window
+    from .evaluation.text import read_text, token_ids, windows
+    from .report.console import progress_stages
+    from .report.eval_tables import ABLATION_COLUMNS, ablation_cells, ablation_table
+
+    place = _place(device)
+    chosen = table or list(TABLES)
+    if unknown := sorted(set(chosen) - set(TABLES)):
+        raise SettingError(f"expected some of {', '.join(TABLES)}, got {unknown}", "table")
+    content = read_text(None if text is None else str(text))
+    out.mkdir(parents=True, exist_ok=True)  # one that cannot be made fails before the work
+    quiet_imports()
+    loaded = load_model(model or BUILT_IN, device=place)
+    check_window(loaded.model, tokens)
+    ids = windows(token_ids(loaded.tokenizer, content), tokens, 1)[0]
+    with progress_stages() as stage:
+        rows = run_ablation(loaded.model, ids, chosen, layers=layers,
+                            progress=stage("ablation, layers", layers))
+    console = Console()
+    facts = {**environment(place), "model": model or BUILT_IN, "tokens": str(tokens),
+             "layers": str(layers)}
+    for name in chosen:
+        own = [row for row in rows if row.table == name]
+        write_csv(out / f"ablation_{name}.csv", facts, ABLATION_COLUMNS, ablation_cells(own))
+        console.print(ablation_table(name, own))
+    for found in findings(rows):
+        console.print(f"{'agrees' if found.agrees else 'contradicts the paper'}: {found.claim} "
+                      f"({found.numerics}: {found.larger:.4g} to {found.smaller:.4g})",
+                      soft_wrap=True, highlight=False)
+    console.print(f"{out} written", soft_wrap=True, highlight=False)
+
+
+def _place(device: str) -> str:
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise typer.BadParameter(f"expected auto, cpu or cuda, got {device!r}",
+                                 param_hint="--device")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

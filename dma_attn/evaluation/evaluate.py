@@ -1,0 +1,195 @@
+"""`dma-attn eval`: what configurations cost on a model, unit by unit, resumable.
+
+    perplexity    a window of text; over a cache 16 tokens a step
+    needles       trials of passkey retrieval at a length and a depth
+    layers        attention error of every layer and head on one window
+    agreement     one greedy generation
+
+Every subject gets the same windows, prompts and seeds, so that differences are paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .agreement import greedy
+from .decode_perplexity import evaluate_decode_perplexity
+from .environment import environment
+from .errors import SettingError
+from .head_error import measure_head_errors
+from .models import BUILT_IN, load_model
+from .passkey import evaluate_passkey, passkey_prompts
+from .perplexity import check_window, evaluate_perplexity
+from .records import Records
+from .subjects import NATIVE, Subject
+from .text import read_text, token_ids, windows
+
+METRICS = ("perplexity", "needles", "layers", "agreement")
+CACHE_STEP = 16  # tokens of a forward pass over a cache
+
+Report = Callable[[int, int], None]
+Stage = Callable[[str, int], Report]
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """What is measured; all but `subjects`, `metrics` and `device` decide the numbers.
+
+    Attributes:
+        tokens, windows: Length and number of windows of text.
+        lengths, depths, trials, needles: Of passkey retrieval: tokens of a text, places of the
+            passkey from 0 to 1, trials of each pair, passkeys in a text.
+        prompt_tokens, new_tokens, prompts: Of greedy generation.
+    """
+
+    model: str = BUILT_IN
+    text: str | None = None
+    tokens: int = 1024
+    windows: int = 6
+    lengths: tuple[int, ...] = (512, 1024)
+    depths: tuple[float, ...] = (0.0, 0.5, 1.0)
+    trials: int = 8
+    needles: int = 1
+    prompts: int = 4
+    prompt_tokens: int = 512
+    new_tokens: int = 24
+    subjects: tuple[str, ...] = ("default", "cache")
+    metrics: tuple[str, ...] = METRICS
+    device: str = "cpu"
+
+    def decisive(self) -> dict[str, Any]:
+        """Those that the numbers depend on."""
+        free = ("subjects", "metrics", "device")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in free}
+
+
+def run_eval(settings: EvalSettings, path: Path, stage: Stage) -> Records:
+    """Measure what `path` does not have yet; returns all of it.
+
+    Args:
+        path: A file of JSON lines.
+        stage: Called with a title and a number of units; reports (done, all) to what it returns.
+
+    Raises:
+        SettingError: a setting that cannot work, or a file of other settings.
+    """
+    _check(settings)
+    subjects = [Subject.parse(x) for x in dict.fromkeys((NATIVE, *settings.subjects))]
+    records = Records(path, settings.decisive(), environment(settings.device))
+    loaded = load_model(settings.model, device=settings.device)
+    run = _Run(settings, records, loaded.model, loaded.tokenizer, stage)
+    longest = {"perplexity": settings.tokens, "layers": settings.tokens,
+               "needles": max(settings.lengths) + 32,
+               "agreement": settings.prompt_tokens + settings.new_tokens}
+    for metric in settings.metrics:
+        check_window(run.model, longest[metric])
+    run.windows = windows(run.ids, settings.tokens, settings.windows)
+    for metric in settings.metrics:
+        for subject in subjects:
+            getattr(run, metric)(subject)
+    return records
+
+
+class _Run:
+    """One method a metric."""
+
+    def __init__(
+        self, settings: EvalSettings, records: Records, model: Any, tokenizer: Any, stage: Stage
+    ) -> None:
+        self.settings, self.records = settings, records
+        self.model, self.tokenizer, self.stage = model, tokenizer, stage
+        self.ids = token_ids(tokenizer, read_text(settings.text))
+        self.windows = self.ids[None]
+
+    def perplexity(self, subject: Subject) -> None:
+        units = [[i] for i in range(self.settings.windows)]
+
+        def measure(unit: list[Any]) -> dict[str, Any]:
+            window = self.windows[unit[0]]
+            n = self.settings.tokens
+            with subject.using(self.model):
+                if subject.cached:
+                    found = evaluate_decode_perplexity(
+                        self.model, window, n, 1, lambda: subject.make_cache(self.model, n),
+                        step=CACHE_STEP)
+                else:
+                    found = evaluate_perplexity(self.model, window, n, 1)
+            return {"nll": found.window_nll[0], "seconds": round(found.seconds, 3)}
+
+        self._each("perplexity", subject, units, measure)
+
+    def needles(self, subject: Subject) -> None:
+        s = self.settings
+        units = [[n, d] for n in s.lengths for d in s.depths]
+
+        def measure(unit: list[Any]) -> dict[str, Any]:
+            n, depth = unit
+            prompts = passkey_prompts(self.tokenizer, n, s.trials, units.index(unit), depth=depth,
+                                      needles=s.needles)
+            with subject.using(self.model):
+                found = evaluate_passkey(
+                    self.model, prompts, lambda: subject.make_cache(self.model, n + 32), batch=4)
+            return {"found": found}
+
+        self._each("needles", subject, units, measure)
+
+    def layers(self, subject: Subject) -> None:
+        config = subject.config
+        if config is None or subject.cached:
+            return  # attention as it is: no error
+
+        def measure(_: list[Any]) -> dict[str, Any]:
+            errors = measure_head_errors(self.model, self.windows[0], config)
+            return {"layers": [vars(x) for x in errors]}
+
+        self._each("layers", subject, [[0]], measure)
+
+    def agreement(self, subject: Subject) -> None:
+        s = self.settings
+        prompts = windows(self.ids, s.prompt_tokens, s.prompts)
+
+        def measure(unit: list[Any]) -> dict[str, Any]:
+            return {"tokens": greedy(self.model, self.tokenizer, prompts[unit[0]], subject,
+                                     s.new_tokens)}
+
+        self._each("agreement", subject, [[i] for i in range(s.prompts)], measure)
+
+    def _each(
+        self, task: str, subject: Subject, units: list[list[Any]],
+        measure: Callable[[list[Any]], dict[str, Any]],
+    ) -> None:
+        missing = [x for x in units if not self.records.has(task, subject.label, x)]
+        if not missing:
+            return
+        report = self.stage(f"{task}: {subject.label}", len(missing))
+        for i, unit in enumerate(missing):
+            self.records.add(task, subject.label, unit, **measure(unit))
+            report(i + 1, len(missing))
+
+
+def _check(settings: EvalSettings) -> None:
+    least = {"tokens": 2, "windows": 1, "trials": 1, "prompts": 1, "prompt_tokens": 1,
+             "new_tokens": 1}
+    for name, size in least.items():
+        if getattr(settings, name) < size:
+            raise SettingError(f"expected at least {size}, got {getattr(settings, name)}", name)
+    unknown = [x for x in settings.metrics if x not in METRICS]
+    if unknown or not settings.metrics:
+        raise SettingError(f"expected some of {', '.join(METRICS)}, got {unknown}", "metric")
+
+
+def checked_subjects(texts: Sequence[str]) -> tuple[str, ...]:
+    """Labels that `Subject.parse` reads.
+
+    Raises:
+        SettingError: one is none.
+    """
+    for text in texts:
+        try:
+            Subject.parse(text)
+        except ValueError as error:
+            raise SettingError(str(error), "config") from None
+    return tuple(texts)

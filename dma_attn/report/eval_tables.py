@@ -1,0 +1,90 @@
+"""An evaluation's summary, and an ablation's rows, as tables for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from rich.table import Table
+
+from ..evaluation.ablation import METRICS, AblationRow
+from ..evaluation.statistics import Interval
+from ..evaluation.summary import Summary
+
+
+def eval_tables(summary: Summary) -> Iterator[Table]:
+    """One table a metric that was measured."""
+    if summary.perplexity:
+        table = _table("Perplexity, 95 % intervals over windows", "subject", "windows",
+                       "perplexity", "change, %")
+        for p in summary.perplexity:
+            table.add_row(p.subject, str(p.windows), _shown(p.perplexity, ".3f"),
+                          "" if p.change is None else _shown(p.change, "+.2f"))
+        yield table
+    if summary.needles:
+        depths = [d for d, _, _ in summary.needles[0].depths]
+        table = _table("Passkeys found, %", "subject", "tokens", "trials",
+                       *(f"at {d:g}" for d in depths), "in all", "difference, points")
+        for n in summary.needles:
+            table.add_row(n.subject, str(n.tokens), str(n.trials),
+                          *(f"{100 * r.estimate:.0f}" for _, r, _ in n.depths),
+                          _shown(Interval(*(100 * x for x in (
+                              n.rate.estimate, n.rate.low, n.rate.high))), ".0f"),
+                          "" if n.difference is None else _shown(n.difference, "+.1f"))
+        yield table
+    if summary.layers:
+        table = _table("Error of the attention output against 32 bits, by head", "subject",
+                       "mean", "largest", "its layer, head", "least cosine", "worst row",
+                       "outlying layers")
+        for r in summary.layers:
+            table.add_row(r.subject, f"{r.mean:.4f}", f"{r.largest:.4f}",
+                          f"{r.where[0]}, {r.where[1]}", f"{r.cosine:.5f}", f"{r.worst_row:.3f}",
+                          ", ".join(f"layer {i}" for i in r.outlying) or "none")
+        yield table
+    if summary.agreement:
+        table = _table("Greedy tokens as the model writes them", "subject", "prompts",
+                       "before the first difference", "of", "prompts all the same")
+        for a in summary.agreement:
+            table.add_row(a.subject, str(a.prompts), _shown(a.shared, ".1f"), str(a.new_tokens),
+                          str(a.same))
+        yield table
+
+
+_SHOWN = ("high_percent", *METRICS, "ms")
+ABLATION_COLUMNS = ("variant", "numerics", *_SHOWN, *(f"paper_{name}" for name in _SHOWN))
+
+
+def ablation_cells(rows: Iterable[AblationRow]) -> list[list[str]]:
+    """One line a row, in the order of `ABLATION_COLUMNS`; empty where nothing was measured."""
+
+    def cell(value: float | None) -> str:
+        return "" if value is None else f"{value:.5g}"
+
+    return [[r.variant, r.numerics, *(cell(getattr(r, name)) for name in _SHOWN),
+             *(cell(r.reported.get(name)) for name in _SHOWN)] for r in rows]
+
+
+def ablation_table(name: str, rows: Iterable[AblationRow]) -> Table:
+    """The rows, without columns that are empty."""
+    lines = ablation_cells(rows)
+    kept = [i for i in range(len(ABLATION_COLUMNS)) if any(line[i] for line in lines)]
+    first, *others = (ABLATION_COLUMNS[i].replace("_", " ") for i in kept)
+    table = _table(f"Ablation: {name}", first, *others)
+    for line in lines:
+        table.add_row(*(line[i] for i in kept))
+    return table
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _shown(x: Interval, form: str) -> str:
+    """`1.2 (1.0 to 1.4)`; without the interval where there is none."""
+    if not math.isfinite(x.low + x.high) or x.high > 1e300:
+        return format(x.estimate, form)
+    return f"{x.estimate:{form}} ({x.low:{form}} to {x.high:{form}})"
