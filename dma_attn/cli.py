@@ -1,4 +1,4 @@
-"""The command line: `dma-attn info`, `demo`, `generate`, `eval`, `ablate` and `bench`.
+"""The command line, `dma-attn`: `info`, `demo`, `generate`, `eval`, `ablate`, `report`, `bench`.
 
 Commands are thin, and import torch, transformers and matplotlib only when they run: at the top of
 this file, an interrupt would end in a traceback. A wrong command line or value ends with exit code
@@ -47,6 +47,7 @@ app = typer.Typer(
 app.add_typer(cli_bench.app, name="bench")
 app.command("eval")(cli_eval.evaluate)
 app.command("ablate")(cli_eval.ablate)
+app.command("report")(cli_eval.report)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -314,7 +315,7 @@ def _as_usage(error: Exception) -> typer.BadParameter | None:
 
 
 def _option(setting: str) -> str:
-    return "PROMPT" if setting == "prompt" else "--" + setting.replace("_", "-")
+    return setting.upper() if setting in ("prompt", "results") else "--" + setting.replace("_", "-")
 
 
 def _describe(error: Exception) -> str:

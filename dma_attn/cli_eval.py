@@ -1,4 +1,4 @@
-"""`dma-attn eval` and `ablate`: what configurations cost on a model of the user's."""
+"""`dma-attn eval`, `ablate` and `report`: what configurations cost on a user's model."""
 
 from __future__ import annotations
 
@@ -151,6 +151,28 @@ def ablate(
                       f"({found.numerics}: {found.larger:.4g} to {found.smaller:.4g})",
                       soft_wrap=True, highlight=False)
     console.print(f"{out} written", soft_wrap=True, highlight=False)
+
+
+def report(
+    results: Annotated[
+        list[Path],
+        typer.Argument(help="Files, or folders of them: .jsonl of eval, .csv of bench and ablate, "
+                            "results.json of demo."),
+    ],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("dma-results.html"),
+) -> None:
+    """Merge results into one HTML page: figures inline, nothing loaded from elsewhere.
+
+    Example: dma-attn report dma-eval/eval.jsonl dma-ablation --out results.html
+    """
+    from .evaluation.errors import SettingError
+    from .report.merged import write_merged
+
+    for path in results:
+        if not path.exists():
+            raise SettingError(f"expected a file or folder, got {path}", "results")
+    write_merged(results, out)
+    typer.echo(f"{out} written")
 
 
 def _place(device: str) -> str:

@@ -78,8 +78,10 @@ def run_eval(settings: EvalSettings, path: Path, stage: Stage) -> Records:
     """
     _check(settings)
     subjects = [Subject.parse(x) for x in dict.fromkeys((NATIVE, *settings.subjects))]
-    records = Records(path, settings.decisive(), environment(settings.device))
     loaded = load_model(settings.model, device=settings.device)
+    facts = environment(settings.device) | {
+        "head_dim": str(head_dim(loaded.model.config)), "dtype": str(loaded.model.dtype)}
+    records = Records(path, settings.decisive(), facts)
     run = _Run(settings, records, loaded.model, loaded.tokenizer, stage)
     longest = {"perplexity": settings.tokens, "layers": settings.tokens,
                "needles": max(settings.lengths) + 32,
@@ -168,6 +170,13 @@ class _Run:
         for i, unit in enumerate(missing):
             self.records.add(task, subject.label, unit, **measure(unit))
             report(i + 1, len(missing))
+
+
+def head_dim(config: Any) -> int:
+    """Of a transformers config's attention."""
+    config = config.get_text_config()
+    return int(getattr(config, "head_dim", None)
+               or config.hidden_size // config.num_attention_heads)
 
 
 def _check(settings: EvalSettings) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .agreement import shared
 from .head_error import HeadErrors, outlying_layers
-from .records import Records
+from .records import Measured
 from .statistics import Interval, mean_interval, paired_interval, rate_interval
 from .subjects import NATIVE
 
@@ -75,7 +75,7 @@ class Summary:
     agreement: tuple[AgreementRow, ...]
 
 
-def summarise(records: Records) -> Summary:
+def summarise(records: Measured) -> Summary:
     """The tables; subjects in the order in which they came."""
     subjects = list(dict.fromkeys(x["subject"] for x in records.lines))
     return Summary(
@@ -86,7 +86,7 @@ def summarise(records: Records) -> Summary:
     )
 
 
-def _perplexity(records: Records, subject: str) -> list[PerplexityRow]:
+def _perplexity(records: Measured, subject: str) -> list[PerplexityRow]:
     nll = _by_unit(records, "perplexity", subject, "nll")
     if not nll:
         return []
@@ -102,7 +102,7 @@ def _perplexity(records: Records, subject: str) -> list[PerplexityRow]:
     return [PerplexityRow(subject, len(nll), value, change)]
 
 
-def _needles(records: Records, subject: str) -> list[NeedleRow]:
+def _needles(records: Measured, subject: str) -> list[NeedleRow]:
     found = _by_unit(records, "needles", subject, "found")
     native = _by_unit(records, "needles", NATIVE, "found")
     rows = []
@@ -122,7 +122,7 @@ def _needles(records: Records, subject: str) -> list[NeedleRow]:
     return rows
 
 
-def _layers(records: Records, subject: str) -> list[LayerRow]:
+def _layers(records: Measured, subject: str) -> list[LayerRow]:
     lines = records.of("layers", subject)
     if not lines:
         return []
@@ -137,7 +137,7 @@ def _layers(records: Records, subject: str) -> list[LayerRow]:
     )]
 
 
-def _agreement(records: Records, subject: str) -> list[AgreementRow]:
+def _agreement(records: Measured, subject: str) -> list[AgreementRow]:
     tokens = _by_unit(records, "agreement", subject, "tokens")
     native = _by_unit(records, "agreement", NATIVE, "tokens")
     pairs: Sequence[tuple[list[int], list[int]]] = [
@@ -149,5 +149,5 @@ def _agreement(records: Records, subject: str) -> list[AgreementRow]:
                          sum(a == b for a, b in pairs))]
 
 
-def _by_unit(records: Records, task: str, subject: str, value: str) -> dict[tuple[Any, ...], Any]:
+def _by_unit(records: Measured, task: str, subject: str, value: str) -> dict[tuple[Any, ...], Any]:
     return {tuple(x["unit"]): x[value] for x in records.of(task, subject)}

@@ -11,42 +11,48 @@ from ..evaluation.ablation import METRICS, AblationRow
 from ..evaluation.statistics import Interval
 from ..evaluation.summary import Summary
 
+Lines = list[list[str]]
+
+
+def summary_tables(summary: Summary) -> Iterator[tuple[str, str, list[str], Lines]]:
+    """Metric, title, columns and lines of each that was measured."""
+    if summary.perplexity:
+        yield ("perplexity", "Perplexity, 95 % intervals over windows",
+               ["subject", "windows", "perplexity", "change, %"],
+               [[p.subject, str(p.windows), _shown(p.perplexity, ".3f"),
+                 "" if p.change is None else _shown(p.change, "+.2f")]
+                for p in summary.perplexity])
+    if summary.needles:
+        depths = [f"at {d:g}" for d, _, _ in summary.needles[0].depths]
+        yield ("needles", "Passkeys found, %, 95 % intervals",
+               ["subject", "tokens", "trials", *depths, "in all", "difference, points"],
+               [[n.subject, str(n.tokens), str(n.trials),
+                 *(f"{100 * r.estimate:.0f}" for _, r, _ in n.depths),
+                 _shown(Interval(*(100 * x for x in (n.rate.estimate, n.rate.low, n.rate.high))),
+                        ".0f"),
+                 "" if n.difference is None else _shown(n.difference, "+.1f")]
+                for n in summary.needles])
+    if summary.layers:
+        yield ("layers", "Error of the attention output against 32 bits, by head",
+               ["subject", "mean", "largest", "its layer, head", "least cosine", "worst row",
+                "outlying layers"],
+               [[r.subject, f"{r.mean:.4f}", f"{r.largest:.4f}", f"{r.where[0]}, {r.where[1]}",
+                 f"{r.cosine:.5f}", f"{r.worst_row:.3f}",
+                 ", ".join(f"layer {i}" for i in r.outlying) or "none"]
+                for r in summary.layers])
+    if summary.agreement:
+        yield ("agreement", "Greedy tokens as the model writes them, 95 % intervals over prompts",
+               ["subject", "prompts", "before the first difference", "of", "prompts all the same"],
+               [[a.subject, str(a.prompts), _shown(a.shared, ".1f"), str(a.new_tokens),
+                 str(a.same)] for a in summary.agreement])
+
 
 def eval_tables(summary: Summary) -> Iterator[Table]:
     """One table a metric that was measured."""
-    if summary.perplexity:
-        table = _table("Perplexity, 95 % intervals over windows", "subject", "windows",
-                       "perplexity", "change, %")
-        for p in summary.perplexity:
-            table.add_row(p.subject, str(p.windows), _shown(p.perplexity, ".3f"),
-                          "" if p.change is None else _shown(p.change, "+.2f"))
-        yield table
-    if summary.needles:
-        depths = [d for d, _, _ in summary.needles[0].depths]
-        table = _table("Passkeys found, %", "subject", "tokens", "trials",
-                       *(f"at {d:g}" for d in depths), "in all", "difference, points")
-        for n in summary.needles:
-            table.add_row(n.subject, str(n.tokens), str(n.trials),
-                          *(f"{100 * r.estimate:.0f}" for _, r, _ in n.depths),
-                          _shown(Interval(*(100 * x for x in (
-                              n.rate.estimate, n.rate.low, n.rate.high))), ".0f"),
-                          "" if n.difference is None else _shown(n.difference, "+.1f"))
-        yield table
-    if summary.layers:
-        table = _table("Error of the attention output against 32 bits, by head", "subject",
-                       "mean", "largest", "its layer, head", "least cosine", "worst row",
-                       "outlying layers")
-        for r in summary.layers:
-            table.add_row(r.subject, f"{r.mean:.4f}", f"{r.largest:.4f}",
-                          f"{r.where[0]}, {r.where[1]}", f"{r.cosine:.5f}", f"{r.worst_row:.3f}",
-                          ", ".join(f"layer {i}" for i in r.outlying) or "none")
-        yield table
-    if summary.agreement:
-        table = _table("Greedy tokens as the model writes them", "subject", "prompts",
-                       "before the first difference", "of", "prompts all the same")
-        for a in summary.agreement:
-            table.add_row(a.subject, str(a.prompts), _shown(a.shared, ".1f"), str(a.new_tokens),
-                          str(a.same))
+    for _, title, (first, *others), lines in summary_tables(summary):
+        table = _table(title, first, *others)
+        for line in lines:
+            table.add_row(*line)
         yield table
 
 

@@ -26,7 +26,7 @@ from .results import signed_percent
 # Okabe and Ito's palette and two more: told apart by colour-blind readers and in grey print.
 _OWN_COLOURS = {"default": "#0072B2", "paper": "#D55E00"}
 _COLOURS = ("#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444", "#8A5A2B", "#999999")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DIAGONAL, _SINK, _LOW = "#0072B2", "#E69F00", "#7A7A7A"
 _WIDTH = 6.0
 
@@ -50,7 +50,7 @@ def perplexity_bars(
         values: Label to perplexity, native too.
         colours: What `config_colours` gives for the labels.
     """
-    return _png(_perplexity_figure(changes, values, native, colours))
+    return png(_perplexity_figure(changes, values, native, colours))
 
 
 def _perplexity_figure(
@@ -60,7 +60,7 @@ def _perplexity_figure(
     colours: Mapping[str, str],
 ) -> Figure:
     labels = list(changes)
-    figure, axes = _figure(0.42 * len(labels) + 1.5)
+    figure, axes = figure_of(0.42 * len(labels) + 1.5)
     rows = np.arange(len(labels))
     drawn = [_finite(change) for change, _error in changes.values()]
     errors = [_finite(error) for _change, error in changes.values()]
@@ -86,7 +86,7 @@ def _perplexity_figure(
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"change against native ({values[native]:.3f}), %; lower is better")
-    _declutter(axes)
+    declutter(axes)
     return figure
 
 
@@ -98,14 +98,14 @@ def layer_error_lines(
     Args:
         colours: What `config_colours` gives for the labels.
     """
-    figure, axes = _figure(3.9)
+    figure, axes = figure_of(3.9)
     for index, (label, rows) in enumerate(layers.items()):
         axes.plot(
             [row.layer for row in rows],
             [row.rel_l2 for row in rows],
             label=label,
             color=colours[label],
-            marker=_MARKERS[index % len(_MARKERS)],
+            marker=MARKERS[index % len(MARKERS)],
             markersize=3.5,
             linewidth=2.4 if label == "default" else 1.2,
         )
@@ -119,13 +119,13 @@ def layer_error_lines(
     axes.set_ylabel("relative L2 error of the output")
     axes.grid(True, which="both", color="#E4E4E4", linewidth=0.7)
     axes.legend(fontsize=9, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    _declutter(axes)
-    return _png(figure)
+    declutter(axes)
+    return png(figure)
 
 
 def precision_map(attention: AttentionMap, config: DMAConfig) -> bytes:
     """Which tiles are high precision, drawn over the attention weights of a real head."""
-    figure, axes = _figure(6.0)
+    figure, axes = figure_of(6.0)
     weights, size = attention.weights.numpy(), attention.tokens
     extent = weights.shape[0] * attention.cell
     floor = max(float(np.quantile(weights[weights > 0], 0.02)), 1e-9)
@@ -160,7 +160,7 @@ def precision_map(attention: AttentionMap, config: DMAConfig) -> bytes:
         Patch(**{**style, "label": f"{kind}: {formats[kind]}"}) for kind, style in styles.items()
     ]
     axes.legend(handles=handles, fontsize=10, loc="upper right", framealpha=1)
-    return _png(figure)
+    return png(figure)
 
 
 def tile_kinds(tokens: int, config: DMAConfig) -> list[tuple[int, int, str]]:
@@ -200,9 +200,10 @@ def _finite(value: float | None) -> float:
     return value if value is not None and math.isfinite(value) else 0.0
 
 
-def _figure(height: float) -> tuple[Figure, Any]:
+def figure_of(height: float, rows: int = 1) -> tuple[Figure, Any]:
+    """A figure as wide as the page, and its axes, one below the other."""
     figure = Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
-    return figure, figure.subplots()
+    return figure, figure.subplots(rows)
 
 
 @FuncFormatter
@@ -210,11 +211,13 @@ def _percent(value: float, _position: int) -> str:
     return f"{100 * value:g}%"
 
 
-def _declutter(axes: Any) -> None:
+def declutter(axes: Any) -> None:
+    """Without the upper and the right border."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
+    """A figure's bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", facecolor="white")
     return buffer.getvalue()
