@@ -46,7 +46,8 @@ def assert_same(kernel: MixedKVCache, twin: MixedKVCache) -> None:
 
 
 @pytest.mark.parametrize("dims", pick([(64, 64), (128, 128), (96, 40), (8, 256)],
-                                      [(64, 64), (96, 40)], [(128, 128), (96, 40)]), ids=str)
+                                      [(64, 64), (96, 40)], [(128, 128), (96, 40), (8, 256)]),
+                         ids=str)
 @pytest.mark.parametrize("text, v", CACHES, ids=str)
 def test_same_bits(text: str, v: tuple[str, str], dims: tuple[int, int]) -> None:
     """Pieces of all lengths, over tile borders and more than the ring holds; then a crop."""
@@ -88,3 +89,26 @@ def test_padding_and_odd_values(dtype: torch.dtype) -> None:
             cache.append(k, k * 2, key_padding_mask=mask, impl=impl)
         assert_same(*caches)
     assert caches[0].starts.tolist() != caches[1].starts.new_full((2,), -1).tolist()
+
+
+def test_beyond_the_capacity() -> None:
+    """As replays may: nothing else is written, and the next look at the length says so."""
+    from dma_attn.quant.append import launch_advance, launch_append
+
+    cache, other = both("default,high=none,low=int4", ("none", "int4"), (64, 64), torch.bfloat16)
+    for x in (cache, other):
+        k = torch.ones(2, 2, 128, 64, device=DEVICE, dtype=torch.bfloat16)
+        x.append(k, k, key_padding_mask=torch.ones(2, 128, dtype=torch.bool, device=DEVICE))
+    assert cache.capacity == 128
+    new = 7 * k[:, :, :2]
+    launch_advance(cache.lengths, cache.starts, cache.near, cache.valid, None, 2, cache.diag)
+    for copies in (cache.k, cache.v):
+        launch_append(new, copies, cache.lengths, cache.starts, 0, mean=None, rotate=True,
+                      scale_rule="auto")
+    for a, b in ((cache.k, other.k), (cache.v, other.v)):
+        for x, y in zip(a.low.parts, b.low.parts, strict=True):
+            assert torch.equal(x, y)
+    assert cache.valid is not None and other.valid is not None
+    assert torch.equal(cache.valid, other.valid)
+    with pytest.raises(RuntimeError, match="max_len"):
+        cache.sync_length()

@@ -62,8 +62,8 @@ def test_low_keys_of_every_format(head_dim: int, n: int, low: str, impl: str) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("group", pick([1, 2, 3, 7, 16], [3]))
 def test_many_rows(group: int, dtype: torch.dtype, impl: str) -> None:
-    """Up to 256 rows a KV head, in programs of 8, 16 or 32."""
-    k, v = normal(1, 2, 600, 64, dtype=dtype), normal(1, 2, 600, 64, seed=1, dtype=dtype)
+    """Up to 256 rows a KV head, in programs of 8, 16 or 32; of queries in two tiles."""
+    k, v = normal(1, 2, 520, 64, dtype=dtype), normal(1, 2, 520, 64, seed=1, dtype=dtype)
     cache = filled(k, v)
     for n in (2, 16):
         check(normal(1, 2 * group, n, 64, seed=2, dtype=dtype), cache, impl)
@@ -94,13 +94,19 @@ def test_what_a_window_hides_cannot_harm(low: str, impl: str) -> None:
     config = DMAConfig(high="none", low=low, smooth_k=False)
     for n, window in ((1, 333), (3, 301)):
         bad = [x.clone() for x in (k, v)]
+        counts = torch.ones(1, 600, dtype=torch.bool, device=DEVICE)
+        counts[:, 350:370] = False
         for x in bad:
             x[:, :, : 600 - n - window + 1] = torch.nan
         q = normal(1, 4, n, 128, seed=2)
-        for x, y in zip(step(q, filled(*bad, config, low), impl, window_size=window),
-                        step(q, filled(k, v, config, low), impl, window_size=window),
-                        strict=True):
-            assert torch.equal(x, y) and x.isfinite().all()
+        for mask in (None, counts):
+            if mask is not None:
+                for x in bad:
+                    x[:, :, 350:370] = torch.nan
+            for x, y in zip(step(q, filled(*bad, config, low, mask), impl, window_size=window),
+                            step(q, filled(k, v, config, low, mask), impl, window_size=window),
+                            strict=True):
+                assert torch.equal(x, y) and x.isfinite().all()
 
 
 @each_impl
@@ -121,6 +127,19 @@ def test_nan_is_not_lost(low: str, impl: str) -> None:
     out, lse = step(q, filled(k, v, config, low), impl)
     assert out[1, :, :, 7].isnan().all() and not out[0].isnan().any()
     assert not lse.isnan().any()
+
+
+@each_impl
+def test_nan_of_a_key_that_weighs_nothing(impl: str) -> None:
+    """One far key has all the weight; a NaN among the other values is not lost with its split."""
+    k, v = normal(1, 1, 600, 64), normal(1, 1, 600, 64, seed=1)
+    k[..., 590, 0] = 40.0
+    v[..., 10, 5] = torch.nan
+    q = normal(1, 4, 1, 64, seed=2)
+    q[..., 0] = 30.0
+    config = DMAConfig(high="none", low="int4", smooth_k=False)
+    out, lse = step(q, filled(k, v, config), impl)
+    assert out[..., 5].isnan().all() and int(out.isnan().sum()) == 4 and not lse.isnan().any()
 
 
 @each_impl

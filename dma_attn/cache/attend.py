@@ -82,13 +82,13 @@ def dma_attention_with_kvcache(
     scale = check.check_scale(scale, q.shape[3])
     window = check.check_window(window_size, True)
     if n > MOST_QUERIES:
-        prepared = append_and_prepare(cache, k, v, key_padding_mask)
+        prepared = append_and_prepare(cache, k, v, key_padding_mask, impl)
         return dma_attention_prepared(
             q, prepared, is_causal=True, scale=scale, window_size=window_size,
             return_lse=return_lse, out=out, impl=impl,
         )
     if k is not None and v is not None:
-        cache.append(k, v, key_padding_mask=key_padding_mask)
+        cache.append(k, v, key_padding_mask=key_padding_mask, impl=impl)
     result = q.new_empty(shape) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if triton:

@@ -27,6 +27,7 @@ def append_and_prepare(
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     key_padding_mask: torch.Tensor | None,
+    impl: str,
 ) -> PreparedKV:
     """All tokens of a cache, and k, v (B, H_kv, S, D or D_v), which are appended to it."""
     config = replace(cache.config, pv="fp16")
@@ -34,12 +35,12 @@ def append_and_prepare(
     keys, values = cache.best()
     high = None
     if has_high(canonical) and canonical.high_format.quantised:
-        high = _high_copy(cache, keys)
+        high = _high_copy(cache, keys, impl)
     if k is not None and v is not None:
-        cache.append(k, v, key_padding_mask=key_padding_mask)
+        cache.append(k, v, key_padding_mask=key_padding_mask, impl=impl)
         keys, values = torch.cat((keys, k), 2), torch.cat((values, v), 2)
         if high is not None:
-            high = _joined(high, _quantised(cache, k))
+            high = _joined(high, _quantised(cache, k, impl))
     everything = slice(0, cache.length)
     low = None
     if cache.k.low.format.quantised:
@@ -63,12 +64,12 @@ def append_and_prepare(
     )
 
 
-def _high_copy(cache: MixedKVCache, keys: torch.Tensor) -> BlockScaledTensor:
+def _high_copy(cache: MixedKVCache, keys: torch.Tensor, impl: str) -> BlockScaledTensor:
     """The high copies of all tokens of a cache; where there is none, that of what the low one says.
 
     A token without one is seen as high only after a crop.
     """
-    copy = _quantised(cache, keys)
+    copy = _quantised(cache, keys, impl)
     positions = torch.arange(cache.length, device=keys.device)
     if cache.k.newest is not None:
         near = positions[cache.high_from :]
@@ -80,10 +81,10 @@ def _high_copy(cache: MixedKVCache, keys: torch.Tensor) -> BlockScaledTensor:
     return copy
 
 
-def _quantised(cache: MixedKVCache, keys: torch.Tensor) -> BlockScaledTensor:
+def _quantised(cache: MixedKVCache, keys: torch.Tensor, impl: str) -> BlockScaledTensor:
     copy, _ = quantize_pair(
         keys, cache.config.high, "none", mean=cache.mean, rotate=cache.config.rotate,
-        scale_rule=cache.config.scale_rule,
+        scale_rule=cache.config.scale_rule, impl=impl,
     )
     assert copy is not None  # the format is no "none"
     return copy

@@ -118,9 +118,17 @@ class MixedKVCache:
         return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
     def sync_length(self) -> int:
-        """Read the length back from the device, as after a CUDA graph's replay; waits for it."""
-        self.length, self.high_from = torch.cat((self.lengths[:1], self.near)).tolist()
-        return self.length
+        """Read the length back from the device, as after a CUDA graph's replay; waits for it.
+
+        Raises:
+            RuntimeError: replays brought more tokens than are allocated; those are lost.
+        """
+        length, high_from = torch.cat((self.lengths[:1], self.near)).tolist()
+        if length > self.capacity:
+            raise RuntimeError(f"max_len: expected at most the {self.capacity} tokens that are "
+                               f"allocated, replays came to {length}")
+        self.length, self.high_from = length, high_from
+        return length
 
     # ---- changes
 
@@ -139,13 +147,19 @@ class MixedKVCache:
 
         Raises:
             TypeError, ValueError: other shapes, dtypes or devices.
-            RuntimeError: room must be allocated while a CUDA graph is captured.
+            RuntimeError: while a CUDA graph is captured, room must be allocated, or K's mean or a
+                first mask kept, which each replay would do again.
         """
         check_new(self, k, v, key_padding_mask)
         triton = use_triton(self.device, impl)
         n = k.shape[2]
         if n == 0:
             return
+        first = (self.config.smooth_k and self.mean is None) or (
+            key_padding_mask is not None and self.valid is None)
+        if first and self._capturing():
+            raise RuntimeError("k, v: the first tokens, and the first mask, cannot be appended "
+                               "while a CUDA graph is captured")
         with torch.no_grad(), device_guard(self.device):
             self._allocate(self.length + n)
             if key_padding_mask is not None and self.valid is None:
@@ -286,10 +300,13 @@ class MixedKVCache:
             None if one or not self.sink else store(high, self.sink + 1),
         )
 
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _allocate(self, tokens: int) -> None:
         if tokens <= self.capacity:
             return
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._capturing():
             raise RuntimeError(f"max_len: {tokens} tokens need more than the {self.capacity} that "
                                "are allocated, which a CUDA graph's capture forbids")
         self.capacity = TILE * tile_count(max(tokens, 2 * self.capacity))

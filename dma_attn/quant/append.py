@@ -5,8 +5,8 @@
                                                               -> high copy: ring, first tokens
 
 Positions are read from the device, so that a step with its append can be captured. Copies are
-bit-equal to `quant.reference`'s. Runs on every GPU that Triton compiles for and under its
-interpreter.
+bit-equal to `quant.reference`'s. Tokens beyond the capacity, which only a graph's replay can bring,
+are counted and not written. Runs on every GPU that Triton compiles for and under its interpreter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def advance_kernel(lengths_ptr, starts_ptr, near_ptr, valid_ptr, mask, n, diag, 
                 counts = tl.load(mask.ptr + at, mask=i < n, other=0).to(tl.int8)
             if valid_ptr is not None:
                 at = b.to(tl.int64) * valid_size + length + i
-                tl.store(valid_ptr + at, counts != 0, mask=i < n)
+                inside = (i < n) & (length + i < valid_size)
+                tl.store(valid_ptr + at, counts != 0, mask=inside)
             found = tl.minimum(found, tl.min(tl.where(counts != 0, length + i, length + n), 0))
         first = tl.where(found < length + n, found, -1)
     tl.store(starts_ptr + b, tl.where(start < 0, first, start))
@@ -108,8 +109,8 @@ def append_kernel(x, mean, low, newest, first, lengths_ptr, starts_ptr, n_blocks
     plane = (tl.program_id(0) // n_blocks).to(tl.int64)
     b, h = plane // H, plane % H
     i = i_block * T + tl.arange(0, T)
-    mask = i < n
     pos = tl.load(lengths_ptr + b) - n + i
+    mask = (i < n) & (pos < capacity)
     rows = i.to(tl.int64)
     y = load_rows(x, mean, RowArgs(None, None, None), b, h, tl.zeros([], tl.int64), rows, n, n,
                   None, SPEC)

@@ -48,7 +48,8 @@ def _combine_kernel(part_ptr, lse_ptr, out, out_lse_ptr, H_KV, GROUP, S_Q, n_fir
         weight = tl.math.exp2(lse - base)
         at = (first + split * M)[:, None] * DV + offs[None, :]
         part = tl.load(part_ptr + at, mask=(split < n_splits)[:, None] & mask[None, :], other=0.0)
-        part = tl.where((weight == 0.0)[:, None], 0.0, part * weight[:, None])  # NaN of no key
+        blind = lse == float("-inf")  # its part, of no key, may be NaN
+        part = tl.where(blind[:, None], 0.0, part * weight[:, None])
         rotated = tl.where(split < n_first, item(TURNED, 0),
                            tl.where(split < n_first + n_newest, item(TURNED, 2),
                                     item(TURNED, 1)))
@@ -100,7 +101,7 @@ def launch(
         M=m,
         DV=value_dim,
         BLOCK_DV=triton.next_power_of_2(value_dim),
-        SPLITS=32 if n_splits <= 32 else 128,
+        SPLITS=32 if n_splits <= 32 else 128 if value_dim <= 128 else 64,
         TURNED=turned,
         OVERLAP=overlap,
         num_warps=2 if n_splits <= 32 else 4,

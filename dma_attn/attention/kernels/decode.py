@@ -231,7 +231,7 @@ def decode_kernel(q, turned_ptr, shift_ptr, k_first, k_low, k_newest, v_first, v
     split = tl.program_id(1)
     b = plane // H_KV
     h = plane % H_KV
-    length = tl.load(lengths_ptr + b)
+    length = tl.minimum(tl.load(lengths_ptr + b), capacity)
     start = tl.load(starts_ptr + b)
     rows = tl.program_id(2) * M + tl.arange(0, M)
     mask_m = rows < GROUP * S_Q

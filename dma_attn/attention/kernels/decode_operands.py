@@ -254,7 +254,8 @@ def rotated_query(q, mean_ptr, base, row, rows, S_Q, matrix, BEGIN: gl.constexpr
     T: gl.constexpr = DIMS // 16
     LAYOUT: gl.constexpr = consecutive(DIMS, M, 0)
     row += gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
-    at = base + (row // S_Q) * q.strides[1] + (row % S_Q) * q.strides[2]
+    head, token = (row // S_Q).to(gl.int64), (row % S_Q).to(gl.int64)
+    at = base + head * q.strides[1] + token * q.strides[2]
     dims = BEGIN + gl.arange(0, DIMS, gl.SliceLayout(1, LAYOUT))
     x = gl.load(q.ptr + at[None, :] + (dims * q.strides[3])[:, None],
                 mask=(row < rows)[None, :], other=0.0)

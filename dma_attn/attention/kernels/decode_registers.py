@@ -133,7 +133,7 @@ def low_keys_kernel(q, mean_ptr, k, v, part_ptr, lse_ptr, lengths_ptr, near_ptr,
     split = gl.program_id(1)
     b = plane // H_KV
     h = plane % H_KV
-    length = gl.load(lengths_ptr + b)
+    length = gl.minimum(gl.load(lengths_ptr + b), capacity)
     start = gl.load(starts_ptr + b)
     near = gl.load(near_ptr)
     chunk = gl.program_id(2) * M
