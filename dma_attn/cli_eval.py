@@ -23,7 +23,8 @@ def evaluate(
     config: Annotated[list[str] | None, typer.Option("--config", help=_CONFIG_HELP)] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="perplexity, needles, layers or agreement (repeatable); by default all."),
+        typer.Option(help="perplexity, needles, layers, maps or agreement (repeatable); by default "
+                          "all."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Length of a window of text.")] = 1024,
     windows: Annotated[int, typer.Option(min=1, help="Number of windows.")] = 6,

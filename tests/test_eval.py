@@ -11,12 +11,17 @@ from unittest import mock
 import pytest
 import torch
 
-from dma_attn import DMAConfig
+from dma_attn import DMAConfig, quantize
 from dma_attn.cli import main
 from dma_attn.evaluation import evaluate
+from dma_attn.evaluation.capture import AttentionCall, visit_attention
 from dma_attn.evaluation.errors import SettingError
 from dma_attn.evaluation.evaluate import EvalSettings, run_eval
-from dma_attn.evaluation.head_error import measure_head_errors, outlying_layers
+from dma_attn.evaluation.head_error import (
+    measure_error_map,
+    measure_head_errors,
+    outlying_layers,
+)
 from dma_attn.evaluation.passkey import passkey_prompts
 from dma_attn.evaluation.perplexity import evaluate_perplexity
 from dma_attn.evaluation.records import Records
@@ -50,7 +55,7 @@ def test_every_unit_once(settings: EvalSettings, tmp_path: Path) -> None:
         counts[key] = counts.get(key, 0) + 1
     each = {"perplexity": 3, "needles": 4, "agreement": 2}
     assert counts == {**{(t, s): n for t, n in each.items() for s in ("native", "nvfp4", "cache")},
-                      ("layers", "nvfp4"): 1}
+                      ("layers", "nvfp4"): 1, ("maps", "nvfp4"): 1}
     summary = summarise(records)
     native, low, cached = summary.perplexity
     assert (native.subject, native.change) == ("native", None) and native.windows == 3
@@ -141,6 +146,37 @@ def test_a_planted_fault_is_named(broken: int) -> None:
     errors = measure_head_errors(model, ids, good, layer_configs={broken: bad})
     assert outlying_layers(errors) == [broken]
     assert len(errors[0].rel_l2) == 4 and all(0 < x < 1 for e in errors for x in e.rel_l2)
+
+
+def test_map_of_errors() -> None:
+    """As from the logits of quantised Q and K, written out; nothing where nothing is quantised."""
+    model = tiny_model()
+    ids = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(0))
+    found = measure_error_map(model, ids, DMAConfig(high="none", low="int4", smooth_k=False,
+                                                    rotate=False), layer=1)
+    gaps: list[torch.Tensor] = []
+
+    def expected(call: AttentionCall) -> None:
+        if call.layer != 1:
+            return
+        q, k = call.q[0, found.head].float(), call.k[0, found.head // 2].float()
+        seen = torch.ones(300, 300).tril().bool()
+
+        def weights(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return (q @ k.T * call.scale).masked_fill(~seen, -torch.inf)
+
+        tile = torch.arange(300) // 128
+        high = (tile[:, None] == tile) | (tile == 0)
+        low = weights(*(quantize(x, "int4").dequantize(torch.float32) for x in (q, k)))
+        exact = weights(q, k)
+        gaps.append((torch.where(high, exact, low).softmax(-1) - exact.softmax(-1)).abs())
+
+    visit_attention(model, ids, expected)
+    pooled = torch.nn.functional.avg_pool2d(gaps[0][None, None], found.cell, ceil_mode=True)[0, 0]
+    assert found.cell == 5 and found.weights.shape == (60, 60)
+    torch.testing.assert_close(found.weights, pooled, rtol=1e-3, atol=1e-6)
+    assert pooled[:25].max() == 0 < pooled[30:, 30:].max()
+    assert not measure_error_map(model, ids, DMAConfig.preset("off")).weights.any()
 
 
 @pytest.mark.parametrize("needles", [1, 4])

@@ -41,6 +41,8 @@ def evaluation(tmp_path: Path) -> Path:
              for i in range(4)]
     heads[2]["rel_l2"] = [0.9, 0.9]
     lines.append(line("layers", "default", [0], layers=heads))
+    lines.append(line("maps", "default", [0], layer=1, head=2, tokens=512, cell=8,
+                      weights=[[1e-6 * (i + j) for j in range(64)] for i in range(64)]))
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(lines) + "\n")
     return file
@@ -51,7 +53,8 @@ def test_a_page_of_everything(evaluation: Path, tmp_path: Path) -> None:
     assert main(["report", str(evaluation), str(RESULTS), "--out", str(page)]) == 0
     text = page.read_text("utf-8")
     for part in ("+1.01 (+1.01 to +1.01)", "layer 2", "100 (51 to 100)", "prefill", "mine.jsonl",
-                 "Speed over length", "Memory over length", "&lt;none &amp; all&gt;"):
+                 "Speed over length", "Memory over length",
+                 "Error of the attention weights", "&lt;none &amp; all&gt;"):
         assert part in text, part
     assert "<script" not in text and not re.search(r"(src|href)=\"(?!data:)", text)
     assert text.count("data:image/png") >= 5 and "data:image/svg+xml" in text

@@ -3,6 +3,7 @@
     perplexity    a window of text; over a cache 16 tokens a step
     needles       trials of passkey retrieval at a length and a depth
     layers        attention error of every layer and head on one window
+    maps          |P_quantised - P| of one head on it
     agreement     one greedy generation
 
 Every subject gets the same windows, prompts and seeds, so that differences are paired.
@@ -19,7 +20,7 @@ from .agreement import greedy
 from .decode_perplexity import evaluate_decode_perplexity
 from .environment import environment
 from .errors import SettingError
-from .head_error import measure_head_errors
+from .head_error import measure_error_map, measure_head_errors
 from .models import BUILT_IN, load_model
 from .passkey import evaluate_passkey, passkey_prompts
 from .perplexity import check_window, evaluate_perplexity
@@ -27,7 +28,7 @@ from .records import Records
 from .subjects import NATIVE, Subject
 from .text import read_text, token_ids, windows
 
-METRICS = ("perplexity", "needles", "layers", "agreement")
+METRICS = ("perplexity", "needles", "layers", "maps", "agreement")
 CACHE_STEP = 16  # tokens of a forward pass over a cache
 
 Report = Callable[[int, int], None]
@@ -83,7 +84,7 @@ def run_eval(settings: EvalSettings, path: Path, stage: Stage) -> Records:
         "head_dim": str(head_dim(loaded.model.config)), "dtype": str(loaded.model.dtype)}
     records = Records(path, settings.decisive(), facts)
     run = _Run(settings, records, loaded.model, loaded.tokenizer, stage)
-    longest = {"perplexity": settings.tokens, "layers": settings.tokens,
+    longest = {"perplexity": settings.tokens, "layers": settings.tokens, "maps": settings.tokens,
                "needles": max(settings.lengths) + 32,
                "agreement": settings.prompt_tokens + settings.new_tokens}
     for metric in settings.metrics:
@@ -148,6 +149,19 @@ class _Run:
             return {"layers": [vars(x) for x in errors]}
 
         self._each("layers", subject, [[0]], measure)
+
+    def maps(self, subject: Subject) -> None:
+        config = subject.config
+        if config is None or subject.cached:
+            return
+
+        def measure(_: list[Any]) -> dict[str, Any]:
+            found = measure_error_map(self.model, self.windows[0], config)
+            weights = [[float(f"{x:.3g}") for x in row] for row in found.weights.tolist()]
+            return {"layer": found.layer, "head": found.head, "tokens": found.tokens,
+                    "cell": found.cell, "weights": weights}
+
+        self._each("maps", subject, [[0]], measure)
 
     def agreement(self, subject: Subject) -> None:
         s = self.settings

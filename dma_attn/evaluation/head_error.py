@@ -11,10 +11,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.nn.functional import avg_pool2d
 
 from .. import DMAConfig, dma_attention
 from .capture import AttentionCall, visit_attention
+from .layer_error import AttentionMap, attention_map
 
+COLUMNS = 256  # of the identity that stands in for V, to read weights off an output
 FAR = 8.0  # deviations from the median, of which the typical one is the median
 
 
@@ -66,3 +69,48 @@ def outlying_layers(errors: Sequence[HeadErrors]) -> list[int]:
     middle = median(means.values())
     spread = median(abs(x - middle) for x in means.values())
     return [i for i, x in means.items() if x > max(middle + FAR * spread, 2 * middle)]
+
+
+def measure_error_map(
+    model: Any, token_ids: torch.Tensor, config: DMAConfig, *, layer: int | None = None,
+    cells: int = 64,
+) -> AttentionMap:
+    """|P_quantised - P| of one head, means over at most `cells` x `cells` squares (the paper's
+    Figure 1): of the head of a layer, the middle one by default, that looks most at low tiles.
+
+    Raises:
+        ValueError: the model has no attention in that layer.
+    """
+    wanted = int(model.config.num_hidden_layers) // 2 if layer is None else layer
+    found: list[AttentionMap] = []
+
+    def compare(call: AttentionCall) -> None:
+        if call.layer == wanted:
+            found.append(_error_map(call, config, cells))
+
+    visit_attention(model, token_ids, compare)
+    if not found:
+        raise ValueError(f"layer: layer {wanted} of this model has no attention")
+    return found[0]
+
+
+def _error_map(call: AttentionCall, config: DMAConfig, cells: int) -> AttentionMap:
+    plain = attention_map(call, cells=cells)
+    size, group = call.q.shape[2], call.q.shape[1] // call.k.shape[1]
+    q = call.q[:, plain.head : plain.head + 1]
+    k = call.k[:, plain.head // group : plain.head // group + 1]
+
+    def weights(of: DMAConfig) -> torch.Tensor:
+        parts = []
+        for begin in range(0, size, COLUMNS):
+            unit = torch.zeros(1, 1, size, COLUMNS, dtype=q.dtype, device=q.device)
+            unit[0, 0, begin : begin + COLUMNS].fill_diagonal_(1)
+            out = dma_attention(q, k, unit, is_causal=True, scale=call.scale,
+                                window_size=call.window, config=of)
+            assert isinstance(out, torch.Tensor)  # no LSE was asked for
+            parts.append(out[0, 0, :, : size - begin].float())
+        return torch.cat(parts, 1)
+
+    gap = (weights(config.replace(pv="fp16")) - weights(DMAConfig.preset("off"))).abs()
+    pooled = avg_pool2d(gap[None, None], plain.cell, ceil_mode=True)[0, 0]
+    return AttentionMap(plain.layer, plain.head, size, plain.cell, pooled.cpu())

@@ -12,12 +12,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from ..bench.results import PREFILL_COLUMNS, read_csv
+from ..config import DMAConfig
 from ..evaluation.errors import SettingError
+from ..evaluation.layer_error import AttentionMap
 from ..evaluation.records import Measured
+from ..evaluation.subjects import Subject
 from ..evaluation.summary import Summary, summarise
 from . import bench_figures, eval_figures
 from .eval_tables import summary_tables
+from .figures import precision_map
 from .html import data_uri, render
 
 TITLE = "Mixed-precision attention: results"
@@ -100,11 +106,20 @@ def _sections(file: Path) -> list[Section]:
 def _evaluation(name: str, measured: Measured, summary: Summary) -> list[Section]:
     figures = eval_figures.draw(summary, measured.settings, measured.environment)
     facts = _shown({**measured.environment, **measured.settings})
+    maps = [
+        Figure(precision_map(AttentionMap(x["layer"], x["head"], x["tokens"], x["cell"],
+                                          torch.tensor(x["weights"])),
+                             Subject.parse(x["subject"]).config or DMAConfig()),
+               f"{x['subject']}: layer {x['layer']}, head {x['head']}")
+        for x in measured.lines if x["task"] == "maps"
+    ]
     return [
         Section(f"{title} ({name})", columns=columns, lines=lines, facts=facts,
                 figures=[Figure(png, alt) for alt, png in figures.get(metric, ())])
         for metric, title, columns, lines in summary_tables(summary)
-    ]
+    ] + [Section(f"Error of the attention weights ({name})", "|P quantised - P|, means over "
+                 "squares, logarithmic, with the borders of the tiles.", maps, facts=facts)
+         for _ in maps[:1]]
 
 
 def _demo(file: Path) -> Section:
