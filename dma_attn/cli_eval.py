@@ -23,8 +23,8 @@ def evaluate(
     config: Annotated[list[str] | None, typer.Option("--config", help=_CONFIG_HELP)] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="perplexity, needles, layers, maps or agreement (repeatable); by default "
-                          "all."),
+        typer.Option(help="perplexity, needles, layers, maps, agreement or tasks (repeatable); by "
+                          "default all."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Length of a window of text.")] = 1024,
     windows: Annotated[int, typer.Option(min=1, help="Number of windows.")] = 6,
@@ -35,11 +35,21 @@ def evaluate(
         list[float] | None,
         typer.Option(min=0.0, max=1.0, help="Where the passkey is, 0 to 1 (repeatable)."),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Of each length and depth.")] = 8,
+    trials: Annotated[int, typer.Option(min=1, help="Of each length and depth.")] = 4,
     needles: Annotated[int, typer.Option(min=1, max=8, help="Passkeys in a text.")] = 1,
     prompts: Annotated[int, typer.Option(min=1, help="Greedy generations.")] = 4,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a generation's prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a generation.")] = 24,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a generation.")] = 16,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(help="A task of lm-evaluation-harness, which must be installed (repeatable)."),
+    ] = None,
+    task_folder: Annotated[
+        Path | None, typer.Option(help="A folder with task files (YAML) of your own.")
+    ] = None,
+    task_limit: Annotated[
+        int | None, typer.Option(min=1, help="Documents of each task, at most.")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A text file, instead of Python's own help texts.")
     ] = None,
@@ -76,6 +86,9 @@ def evaluate(
         prompts=prompts,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
+        tasks=tuple(tasks or ()),
+        task_folder=None if task_folder is None else str(task_folder),
+        task_limit=task_limit,
         subjects=checked_subjects(config or usual.subjects),
         metrics=tuple(metric or METRICS),
         device=_place(device),

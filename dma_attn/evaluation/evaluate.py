@@ -5,6 +5,7 @@
     layers        attention error of every layer and head on one window
     maps          |P_quantised - P| of one head on it
     agreement     one greedy generation
+    tasks         a task of lm-evaluation-harness
 
 Every subject gets the same windows, prompts and seeds, so that differences are paired.
 """
@@ -20,6 +21,7 @@ from .agreement import greedy
 from .decode_perplexity import evaluate_decode_perplexity
 from .environment import environment
 from .errors import SettingError
+from .harness import run_tasks
 from .head_error import measure_error_map, measure_head_errors
 from .models import BUILT_IN, load_model
 from .passkey import evaluate_passkey, passkey_prompts
@@ -28,7 +30,7 @@ from .records import Records
 from .subjects import NATIVE, Subject
 from .text import read_text, token_ids, windows
 
-METRICS = ("perplexity", "needles", "layers", "maps", "agreement")
+METRICS = ("perplexity", "needles", "layers", "maps", "agreement", "tasks")
 CACHE_STEP = 16  # tokens of a forward pass over a cache
 
 Report = Callable[[int, int], None]
@@ -37,13 +39,14 @@ Stage = Callable[[str, int], Report]
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What is measured; all but `subjects`, `metrics` and `device` decide the numbers.
+    """What is measured; all but `subjects`, `metrics`, `tasks` and `device` decide the numbers.
 
     Attributes:
         tokens, windows: Length and number of windows of text.
         lengths, depths, trials, needles: Of passkey retrieval: tokens of a text, places of the
             passkey from 0 to 1, trials of each pair, passkeys in a text.
         prompt_tokens, new_tokens, prompts: Of greedy generation.
+        tasks, task_folder, task_limit: Of lm-evaluation-harness, as `harness.run_tasks` takes them.
     """
 
     model: str = BUILT_IN
@@ -52,18 +55,21 @@ class EvalSettings:
     windows: int = 6
     lengths: tuple[int, ...] = (512, 1024)
     depths: tuple[float, ...] = (0.0, 0.5, 1.0)
-    trials: int = 8
+    trials: int = 4
     needles: int = 1
     prompts: int = 4
     prompt_tokens: int = 512
-    new_tokens: int = 24
+    new_tokens: int = 16
+    tasks: tuple[str, ...] = ()
+    task_folder: str | None = None
+    task_limit: int | None = None
     subjects: tuple[str, ...] = ("default", "cache")
     metrics: tuple[str, ...] = METRICS
     device: str = "cpu"
 
     def decisive(self) -> dict[str, Any]:
         """Those that the numbers depend on."""
-        free = ("subjects", "metrics", "device")
+        free = ("subjects", "metrics", "tasks", "device")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in free}
 
 
@@ -88,7 +94,7 @@ def run_eval(settings: EvalSettings, path: Path, stage: Stage) -> Records:
                "needles": max(settings.lengths) + 32,
                "agreement": settings.prompt_tokens + settings.new_tokens}
     for metric in settings.metrics:
-        check_window(run.model, longest[metric])
+        check_window(run.model, longest.get(metric, 0))
     run.windows = windows(run.ids, settings.tokens, settings.windows)
     for metric in settings.metrics:
         for subject in subjects:
@@ -172,6 +178,15 @@ class _Run:
                                      s.new_tokens)}
 
         self._each("agreement", subject, [[i] for i in range(s.prompts)], measure)
+
+    def tasks(self, subject: Subject) -> None:
+        s = self.settings
+
+        def measure(unit: list[Any]) -> dict[str, Any]:
+            return {"results": run_tasks(self.model, self.tokenizer, subject, unit,
+                                         folder=s.task_folder, limit=s.task_limit)}
+
+        self._each("tasks", subject, [[x] for x in s.tasks], measure)
 
     def _each(
         self, task: str, subject: Subject, units: list[list[Any]],

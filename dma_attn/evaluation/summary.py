@@ -66,6 +66,18 @@ class AgreementRow:
 
 
 @dataclass(frozen=True)
+class TaskRow:
+    """A metric of a task of lm-evaluation-harness, with its standard error and native's value."""
+
+    subject: str
+    task: str
+    metric: str
+    value: float
+    standard_error: float | None
+    native: float | None
+
+
+@dataclass(frozen=True)
 class Summary:
     """Whatever was measured."""
 
@@ -73,6 +85,7 @@ class Summary:
     needles: tuple[NeedleRow, ...]
     layers: tuple[LayerRow, ...]
     agreement: tuple[AgreementRow, ...]
+    tasks: tuple[TaskRow, ...]
 
 
 def summarise(records: Measured) -> Summary:
@@ -83,6 +96,7 @@ def summarise(records: Measured) -> Summary:
         tuple(row for s in subjects for row in _needles(records, s)),
         tuple(row for s in subjects for row in _layers(records, s)),
         tuple(row for s in subjects for row in _agreement(records, s)),
+        tuple(row for s in subjects for row in _tasks(records, s)),
     )
 
 
@@ -144,9 +158,26 @@ def _agreement(records: Measured, subject: str) -> list[AgreementRow]:
         (tokens[u], native[u]) for u in tokens if u in native]
     if subject == NATIVE or not pairs:
         return []
-    lengths = [float(shared(a, b)) for a, b in pairs]
-    return [AgreementRow(subject, len(pairs), len(pairs[0][0]), mean_interval(lengths),
+    new = len(pairs[0][0])
+    mean = mean_interval([float(shared(a, b)) for a, b in pairs])
+    mean = Interval(mean.estimate, max(mean.low, 0.0), min(mean.high, float(new)))
+    return [AgreementRow(subject, len(pairs), new, mean,
                          sum(a == b for a, b in pairs))]
+
+
+def _tasks(records: Measured, subject: str) -> list[TaskRow]:
+    native = _by_unit(records, "tasks", NATIVE, "results")
+    rows = []
+    for unit, results in _by_unit(records, "tasks", subject, "results").items():
+        for task, metrics in results.items():
+            for name, value in metrics.items():
+                metric, _, kind = name.partition(",")
+                if not metric.endswith("_stderr") and kind:
+                    plain = native.get(unit, {}).get(task, {}).get(name)
+                    rows.append(TaskRow(
+                        subject, task, metric, value, metrics.get(f"{metric}_stderr,{kind}"),
+                        None if subject == NATIVE else plain))
+    return rows
 
 
 def _by_unit(records: Measured, task: str, subject: str, value: str) -> dict[tuple[Any, ...], Any]:

@@ -46,6 +46,13 @@ def summary_tables(summary: Summary) -> Iterator[tuple[str, str, list[str], Line
                [[a.subject, str(a.prompts), _shown(a.shared, ".1f"), str(a.new_tokens),
                  str(a.same)] for a in summary.agreement])
 
+    if summary.tasks:
+        yield ("tasks", "Tasks of lm-evaluation-harness",
+               ["subject", "task", "metric", "value", "standard error", "native"],
+               [[t.subject, t.task, t.metric, f"{t.value:.4f}",
+                 "" if t.standard_error is None else f"{t.standard_error:.4f}",
+                 "" if t.native is None else f"{t.native:.4f}"] for t in summary.tasks])
+
 
 def eval_tables(summary: Summary) -> Iterator[Table]:
     """One table a metric that was measured."""
