@@ -78,13 +78,18 @@ def ablation_cells(rows: Iterable[AblationRow]) -> list[list[str]]:
 
 
 def ablation_table(name: str, rows: Iterable[AblationRow]) -> Table:
-    """The rows, without columns that are empty."""
-    lines = ablation_cells(rows)
-    kept = [i for i in range(len(ABLATION_COLUMNS)) if any(line[i] for line in lines)]
-    first, *others = (ABLATION_COLUMNS[i].replace("_", " ") for i in kept)
-    table = _table(f"Ablation: {name}", first, *others)
-    for line in lines:
-        table.add_row(*(line[i] for i in kept))
+    """The rows, what the paper reports in brackets, without columns that are empty."""
+    rows = list(rows)
+    kept = [x for x in _SHOWN if any(getattr(r, x) is not None or x in r.reported for r in rows)]
+    table = _table(f"Ablation: {name} (in brackets: the paper)", "variant", "numerics",
+                   *(x.replace("_", " ").replace("percent", "%") for x in kept))
+    for r in rows:
+        cells = []
+        for x in kept:
+            value, reported = getattr(r, x), r.reported.get(x)
+            cells.append(("" if value is None else f"{value:.4g}")
+                         + ("" if reported is None else f" ({reported:.4g})"))
+        table.add_row(r.variant, r.numerics, *cells)
     return table
 
 
