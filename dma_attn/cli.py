@@ -7,7 +7,6 @@ this file, an interrupt would end in a traceback. A wrong command line or value 
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -170,6 +169,7 @@ def demo(
     from rich.console import Console
 
     from .evaluation.demo import DemoSettings, run_demo
+    from .evaluation.quiet import quiet_imports
     from .report.console import perplexity_table, progress_stages
     from .report.writer import write_report
 
@@ -235,6 +235,7 @@ def generate(
 
     from .evaluation.generate import check_prompt, generate_answer, shared_prefix
     from .evaluation.models import load_model
+    from .evaluation.quiet import quiet_imports
     from .report.console import progress_stages
 
     check_prompt(prompt)
@@ -349,16 +350,6 @@ def _make_folder(folder: Path) -> None:
         raise typer.BadParameter(
             f"expected a folder that can be written, got {folder} ({problem})", param_hint="--out"
         )
-
-
-def quiet_imports() -> None:
-    """Silence what transformers' import of torchao logs, where torchao is installed.
-
-    torchao lists compiled parts built for other machines and uses a deprecated torch call; neither
-    matters here.
-    """
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _model(name: str | None) -> str:

@@ -65,9 +65,9 @@ def evaluate(
     """
     from rich.console import Console
 
-    from .cli import quiet_imports
     from .evaluation.evaluate import METRICS, EvalSettings, checked_subjects, run_eval
     from .evaluation.models import BUILT_IN
+    from .evaluation.quiet import quiet_imports
     from .evaluation.summary import summarise
     from .report.console import progress_stages
     from .report.eval_tables import eval_tables
@@ -130,12 +130,12 @@ def ablate(
     from rich.console import Console
 
     from .bench.results import write_csv
-    from .cli import quiet_imports
     from .evaluation.ablation import TABLES, findings, run_ablation
     from .evaluation.environment import environment
     from .evaluation.errors import SettingError
     from .evaluation.models import BUILT_IN, load_model
     from .evaluation.perplexity import check_window
+    from .evaluation.quiet import quiet_imports
     from .evaluation.text import read_text, token_ids, windows
     from .report.console import progress_stages
     from .report.eval_tables import ABLATION_COLUMNS, ablation_cells, ablation_table

@@ -28,6 +28,7 @@ LAYER = {
     "report": 7,
     "cli": 8,
     "cli_bench": 7,
+    "cli_eval": 7,
 }
 SIDE = "testing"  # input makers and error budgets: may import anything, imported by benches only
 KERNELS = "attention.kernels"

@@ -77,7 +77,7 @@ def explain(
         f"D {head_dim}, Dv {v.shape[3]}, {q.dtype}",
     ]
     if has_high(canonical):
-        share = _high_share(n_q, n_kv, window, canonical, is_causal)
+        share = high_share(n_q, n_kv, window, canonical, is_causal)
         lines.append(f"tiles: {share:.1%} of the visible scores are high precision")
     else:
         lines.append(f"tiles: one class, {canonical.low}")
@@ -113,7 +113,7 @@ def _path(device: torch.device, impl: str) -> DeviceStatus:
     return status
 
 
-def _high_share(n_q: int, n_kv: int, window: int, config: DMAConfig, causal: bool) -> float:
+def high_share(n_q: int, n_kv: int, window: int, config: DMAConfig, causal: bool) -> float:
     """Share of high-precision scores, whole blocks of visible keys counted."""
     first = n_kv - n_q
     high = total = 0

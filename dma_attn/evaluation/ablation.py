@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .. import DMAConfig, dma_attention, precision_metrics
+from ..attention.explain import high_share
 from .capture import AttentionCall, visit_attention
 
 METRICS = ("cosine", "rel_l1", "rmse", "psnr")
@@ -181,8 +182,6 @@ def _times(call: AttentionCall, configs: Sequence[DMAConfig]) -> dict[DMAConfig,
 
 
 def _high_percent(tokens: int, config: DMAConfig) -> float:
-    from ..report.figures import high_share
-
     if config.high == config.low:
         return 100.0 if config.high_format.bits > 4 else 0.0
-    return 100 * high_share(tokens, config)
+    return 100 * high_share(tokens, tokens, 0, config.canonical(), True)
