@@ -21,6 +21,10 @@ def evaluate(
         typer.Argument(help="A Hub id, a local folder or a .gguf file; by default SmolLM2-135M."),
     ] = None,
     config: Annotated[list[str] | None, typer.Option("--config", help=_CONFIG_HELP)] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of weights and arithmetic: float32, bfloat16 or float16. The "
+                               "Hopper kernels take 16 bits only.")
+    ] = "float32",
     metric: Annotated[
         list[str] | None,
         typer.Option(help="perplexity, needles, layers, maps, agreement or tasks (repeatable); by "
@@ -76,6 +80,7 @@ def evaluate(
     usual = EvalSettings()
     settings = EvalSettings(
         model=model or BUILT_IN,
+        dtype=dtype,
         text=None if text is None else str(text),
         tokens=tokens,
         windows=windows,

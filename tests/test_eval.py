@@ -208,6 +208,7 @@ def test_command(
     summary = json.loads((tmp_path / "eval.summary.json").read_text())
     assert [r["subject"] for r in summary["perplexity"]] == ["native", "mxfp4"]
     for extra, message in ((["--config", "what"], "--config"), (["--metric", "x"], "--metric"),
-                           (["--tokens", "2000"], "--tokens"), (["--device", "x"], "--device")):
+                           (["--tokens", "2000"], "--tokens"), (["--device", "x"], "--device"),
+                           (["--dtype", "int8"], "--dtype")):
         assert main([*arguments[:-4], "--out", str(tmp_path / "other.jsonl"), *extra]) == 2
         assert message in capsys.readouterr().err

@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .agreement import greedy
 from .decode_perplexity import evaluate_decode_perplexity
 from .environment import environment
@@ -31,6 +33,7 @@ from .subjects import NATIVE, Subject
 from .text import read_text, token_ids, windows
 
 METRICS = ("perplexity", "needles", "layers", "maps", "agreement", "tasks")
+DTYPES = ("float32", "bfloat16", "float16")
 CACHE_STEP = 16  # tokens of a forward pass over a cache
 
 Report = Callable[[int, int], None]
@@ -42,6 +45,7 @@ class EvalSettings:
     """What is measured; all but `subjects`, `metrics`, `tasks` and `device` decide the numbers.
 
     Attributes:
+        dtype: Of weights and arithmetic, one of `DTYPES`.
         tokens, windows: Length and number of windows of text.
         lengths, depths, trials, needles: Of passkey retrieval: tokens of a text, places of the
             passkey from 0 to 1, trials of each pair, passkeys in a text.
@@ -50,6 +54,7 @@ class EvalSettings:
     """
 
     model: str = BUILT_IN
+    dtype: str = "float32"
     text: str | None = None
     tokens: int = 1024
     windows: int = 6
@@ -85,9 +90,10 @@ def run_eval(settings: EvalSettings, path: Path, stage: Stage) -> Records:
     """
     _check(settings)
     subjects = [Subject.parse(x) for x in dict.fromkeys((NATIVE, *settings.subjects))]
-    loaded = load_model(settings.model, device=settings.device)
+    loaded = load_model(settings.model, device=settings.device,
+                        dtype=getattr(torch, settings.dtype))
     facts = environment(settings.device) | {
-        "head_dim": str(head_dim(loaded.model.config)), "dtype": str(loaded.model.dtype)}
+        "head_dim": str(head_dim(loaded.model.config))}
     records = Records(path, settings.decisive(), facts)
     run = _Run(settings, records, loaded.model, loaded.tokenizer, stage)
     longest = {"perplexity": settings.tokens, "layers": settings.tokens, "maps": settings.tokens,
@@ -214,6 +220,8 @@ def _check(settings: EvalSettings) -> None:
     for name, size in least.items():
         if getattr(settings, name) < size:
             raise SettingError(f"expected at least {size}, got {getattr(settings, name)}", name)
+    if settings.dtype not in DTYPES:
+        raise SettingError(f"expected one of {', '.join(DTYPES)}, got {settings.dtype}", "dtype")
     unknown = [x for x in settings.metrics if x not in METRICS]
     if unknown or not settings.metrics:
         raise SettingError(f"expected some of {', '.join(METRICS)}, got {unknown}", "metric")
