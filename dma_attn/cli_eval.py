@@ -46,7 +46,8 @@ def evaluate(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a generation.")] = 16,
     tasks: Annotated[
         list[str] | None,
-        typer.Option(help="A task of lm-evaluation-harness, which must be installed (repeatable)."),
+        typer.Option(help="A task of lm-evaluation-harness, which must be installed (repeatable). A cache is "
+                          "read by answers that are generated, not by the scores of choices."),
     ] = None,
     task_folder: Annotated[
         Path | None, typer.Option(help="A folder with task files (YAML) of your own.")
@@ -160,7 +161,7 @@ def ablate(
                             progress=stage("ablation, layers", layers))
     console = Console()
     facts = {**environment(place), "model": model or BUILT_IN, "tokens": str(tokens),
-             "layers": str(layers)}
+             "layers": str(min(layers, loaded.model.config.num_hidden_layers))}
     for name in chosen:
         own = [row for row in rows if row.table == name]
         write_csv(out / f"ablation_{name}.csv", facts, ABLATION_COLUMNS, ablation_cells(own))

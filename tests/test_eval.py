@@ -117,6 +117,15 @@ def test_other_settings_are_refused(settings: EvalSettings, tmp_path: Path) -> N
     run_eval(replace(some, subjects=("nvfp4",)), path, quiet)  # one more subject may join
     with pytest.raises(SettingError, match="tokens 300 instead of 200"):
         run_eval(replace(some, tokens=200), path, quiet)
+    text = Path(str(some.text))
+    before = text.read_text()
+    text.write_text(before.replace("fox", "dog"))
+    with pytest.raises(SettingError, match="text_sha256"):
+        run_eval(some, path, quiet)
+    text.write_text(before)
+    run_eval(some, path, quiet)
+    path.write_text('{"header": {"sett')  # a kill in the first line
+    assert len(run_eval(some, path, quiet).lines) == 1
     path.write_text("something else\n")
     with pytest.raises(SettingError, match="expected results"):
         run_eval(some, path, quiet)
@@ -130,7 +139,9 @@ def test_subjects() -> None:
     assert cached.v_options == {"v_low": "fp4", "rotate_v": False} and cached.cached
     cache = cached.make_cache(tiny_model(), 100)
     assert type(cache).__name__ == "DMACache"
-    for bad in ("nonsense", "cache:default,rotate_v=1", "cache:what", ""):
+    for bad in ("nonsense", "cache:default,rotate_v=1", "cache:what", "", "cache:default,v_low=x",
+                "cache:default,pv=fp8", "cache:default,v_low=int4,v_low=fp4",
+                "cache:default,granularity=tile"):
         with pytest.raises(ValueError):
             Subject.parse(bad)
 
@@ -143,6 +154,9 @@ def test_a_planted_fault_is_named(broken: int) -> None:
     good = DMAConfig.preset("mxfp8")
     bad = DMAConfig(high="mxfp4", low="mxfp4", scale_rule="floor", smooth_k=False, rotate=False)
     assert outlying_layers(measure_head_errors(model, ids, good)) == []
+    errors = measure_head_errors(model, ids, good)
+    errors[5] = replace(errors[5], rel_l2=(0.1, float("nan"), 0.1, 0.1))
+    assert outlying_layers(errors) == [5]
     errors = measure_head_errors(model, ids, good, layer_configs={broken: bad})
     assert outlying_layers(errors) == [broken]
     assert len(errors[0].rel_l2) == 4 and all(0 < x < 1 for e in errors for x in e.rel_l2)
@@ -209,6 +223,9 @@ def test_command(
     assert [r["subject"] for r in summary["perplexity"]] == ["native", "mxfp4"]
     for extra, message in ((["--config", "what"], "--config"), (["--metric", "x"], "--metric"),
                            (["--tokens", "2000"], "--tokens"), (["--device", "x"], "--device"),
-                           (["--dtype", "int8"], "--dtype")):
+                           (["--dtype", "int8"], "--dtype"), (["--tasks", "x"], "--metric"),
+                           (["--metric", "needles", "--length", "20"], "--length"),
+                           (["--metric", "agreement", "--prompt-tokens", "1020"],
+                            "--prompt-tokens")):
         assert main([*arguments[:-4], "--out", str(tmp_path / "other.jsonl"), *extra]) == 2
         assert message in capsys.readouterr().err

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,7 +18,7 @@ from dma_attn.evaluation.evaluate import EvalSettings, run_eval
 from dma_attn.evaluation.harness import run_tasks
 from dma_attn.evaluation.subjects import Subject
 from dma_attn.evaluation.summary import summarise
-from dma_attn.integrations.transformers import enable_dma
+from dma_attn.integrations.transformers import DMACache, enable_dma
 from tests.tiny_model import byte_tokenizer, save_tiny_model, tiny_model
 
 
@@ -95,7 +96,9 @@ def test_same_scores(folder: Path, tmp_path: Path, task: str, metric: str) -> No
     settings = EvalSettings(
         model=str(saved), tasks=(task,), metrics=("tasks",),
         task_folder=str(folder), tokens=100, windows=1, subjects=("mxfp4", "cache"))
-    records = run_eval(settings, tmp_path / "eval.jsonl", lambda *_: lambda *_: None)
+    made = mock.Mock(wraps=DMACache)
+    with mock.patch("dma_attn.integrations.transformers.DMACache", made):
+        records = run_eval(settings, tmp_path / "eval.jsonl", lambda *_: lambda *_: None)
     rows = {r.subject: r for r in summarise(records).tasks if r.metric == metric.split(",")[0]}
     assert set(rows) == {"native", "mxfp4", "cache"}
     model = tiny_model()
@@ -103,8 +106,10 @@ def test_same_scores(folder: Path, tmp_path: Path, task: str, metric: str) -> No
     assert rows["mxfp4"].native == rows["native"].value
     enable_dma(model, "mxfp4")
     assert rows["mxfp4"].value == directly(model, folder, task)[metric]
+    assert all(r.standard_error is not None for r in rows.values())
     if task == "local_generate":
         assert rows["native"].value >= 0.5
+        assert made.call_count == 10  # one a question; choices need none
 
 
 def test_limits_and_mistakes(folder: Path, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_what_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     ("native", 16.0), ("mxfp8", 8.25), ("nvfp4", 4.5 + 32 / 128),
     ("default,high=none,low=none", 16.0),
     ("cache:default,low=int4,diag=0,sink=0", 4 + 32 / 128),
-    ("cache:default,high=none,low=int4", 0.25 * 16 + 0.75 * 4.25),
+    ("cache:default,high=none,low=int4", 4 + 32 / 128 + 16 * (128 + 128 + 129 + 128) / 1024),
 ])
 def test_bits_of_a_key(subject: str, expected: float) -> None:
     assert key_bits(Subject.parse(subject), 1024, 128) == pytest.approx(expected)

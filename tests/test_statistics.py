@@ -32,6 +32,10 @@ def test_a_mean_by_hand() -> None:
     assert mean_interval([5.0]) == Interval(5.0, -math.inf, math.inf)
     with pytest.raises(ValueError, match="at least one"):
         mean_interval([])
+    for bad in ([1.0, math.inf], [1.0, math.nan, 2.0], [math.inf, -math.inf]):
+        found = mean_interval(bad)
+        assert not math.isfinite(found.estimate)
+        assert (found.low, found.high) == (-math.inf, math.inf)
 
 
 def test_a_rate_by_hand() -> None:
@@ -55,6 +59,8 @@ def test_paired_by_hand() -> None:
     found = paired_interval(before, after)
     half = 1.959964 * math.sqrt(10 - 25 / 202) / 202
     assert found == Interval(-0.025, pytest.approx(-5 / 202 - half), pytest.approx(-5 / 202 + half))
+    lost = paired_interval([True] * 12, [False] * 12)
+    assert lost.estimate == lost.low == -1.0 < lost.high < 0
     for bad in ([], [True]):
         with pytest.raises(ValueError, match="as many"):
             paired_interval(bad, [])

@@ -1,6 +1,7 @@
 """`dma-attn eval`: what configurations cost on a model, unit by unit, resumable.
 
-    perplexity    a window of text; over a cache 16 tokens a step
+    perplexity    a window of text; over a cache 16 tokens a step, from the first on, so that K's mean
+                  is that of 16 tokens and not of a prompt
     needles       trials of passkey retrieval at a length and a depth
     layers        attention error of every layer and head on one window
     maps          |P_quantised - P| of one head on it
@@ -12,8 +13,10 @@ Every subject gets the same windows, prompts and seeds, so that differences are 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,38 +95,74 @@ def run_eval(settings: EvalSettings, path: Path, stage: Stage) -> Records:
     subjects = [Subject.parse(x) for x in dict.fromkeys((NATIVE, *settings.subjects))]
     loaded = load_model(settings.model, device=settings.device,
                         dtype=getattr(torch, settings.dtype))
-    facts = environment(settings.device) | {
-        "head_dim": str(head_dim(loaded.model.config))}
-    records = Records(path, settings.decisive(), facts)
-    run = _Run(settings, records, loaded.model, loaded.tokenizer, stage)
-    longest = {"perplexity": settings.tokens, "layers": settings.tokens, "maps": settings.tokens,
-               "needles": max(settings.lengths) + 32,
-               "agreement": settings.prompt_tokens + settings.new_tokens}
-    for metric in settings.metrics:
-        check_window(run.model, longest.get(metric, 0))
-    run.windows = windows(run.ids, settings.tokens, settings.windows)
+    facts = environment(settings.device) | {"head_dim": str(head_dim(loaded.model.config))}
+    ids = token_ids(loaded.tokenizer, read_text(settings.text))
+    _check_lengths(settings, loaded.model, loaded.tokenizer, ids)
+    decisive = settings.decisive() | {
+        "text_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "model_sha256": fingerprint(loaded.model), "gpu": facts.get("gpu")}
+    records = Records(path, decisive, facts)
+    run = _Run(settings, records, loaded.model, loaded.tokenizer, ids, stage)
     for metric in settings.metrics:
         for subject in subjects:
             getattr(run, metric)(subject)
     return records
 
 
+def fingerprint(model: Any) -> str:
+    """SHA-256 of a model's config and of the beginning of each of its tensors."""
+    found = hashlib.sha256(model.config.to_json_string().encode())
+    for name, x in model.state_dict().items():
+        found.update(name.encode() + x.flatten()[:256].float().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _check_lengths(
+    settings: EvalSettings, model: Any, tokenizer: Any, ids: torch.Tensor
+) -> None:
+    """Raise SettingError, with the names of what would help, before anything is measured."""
+
+    def named(names: tuple[str, ...], check: Callable[[], object]) -> None:
+        try:
+            check()
+        except SettingError as error:
+            raise SettingError(error.problem, *names) from error
+
+    s = settings
+    wanted = set(s.metrics)
+    if wanted & {"perplexity", "layers", "maps"}:
+        check_window(model, s.tokens)
+        windows(ids, s.tokens, s.windows if "perplexity" in wanted else 1)
+    if "needles" in wanted:
+        for n in s.lengths:
+            named(("length",), partial(check_window, model, n + 32))
+            named(("length",),
+                  partial(passkey_prompts, tokenizer, n, 1, needles=s.needles))
+    if "agreement" in wanted:
+        names = "prompt_tokens", "new_tokens", "prompts"
+        named(names, lambda: check_window(model, s.prompt_tokens + s.new_tokens))
+        named(names, lambda: windows(ids, s.prompt_tokens, s.prompts))
+
+
 class _Run:
     """One method a metric."""
 
     def __init__(
-        self, settings: EvalSettings, records: Records, model: Any, tokenizer: Any, stage: Stage
+        self, settings: EvalSettings, records: Records, model: Any, tokenizer: Any,
+        ids: torch.Tensor, stage: Stage,
     ) -> None:
-        self.settings, self.records = settings, records
+        self.settings, self.records, self.ids = settings, records, ids
         self.model, self.tokenizer, self.stage = model, tokenizer, stage
-        self.ids = token_ids(tokenizer, read_text(settings.text))
-        self.windows = self.ids[None]
+
+    def window(self, index: int) -> torch.Tensor:
+        n = self.settings.tokens
+        return self.ids[index * n : (index + 1) * n]
 
     def perplexity(self, subject: Subject) -> None:
         units = [[i] for i in range(self.settings.windows)]
 
         def measure(unit: list[Any]) -> dict[str, Any]:
-            window = self.windows[unit[0]]
+            window = self.window(unit[0])
             n = self.settings.tokens
             with subject.using(self.model):
                 if subject.cached:
@@ -138,7 +177,8 @@ class _Run:
 
     def needles(self, subject: Subject) -> None:
         s = self.settings
-        units = [[n, d] for n in s.lengths for d in s.depths]
+        units: list[list[Any]] = [[n, float(d)] for n in dict.fromkeys(s.lengths)
+                                  for d in dict.fromkeys(s.depths)]
 
         def measure(unit: list[Any]) -> dict[str, Any]:
             n, depth = unit
@@ -157,7 +197,7 @@ class _Run:
             return  # attention as it is: no error
 
         def measure(_: list[Any]) -> dict[str, Any]:
-            errors = measure_head_errors(self.model, self.windows[0], config)
+            errors = measure_head_errors(self.model, self.window(0), config)
             return {"layers": [vars(x) for x in errors]}
 
         self._each("layers", subject, [[0]], measure)
@@ -168,7 +208,7 @@ class _Run:
             return
 
         def measure(_: list[Any]) -> dict[str, Any]:
-            found = measure_error_map(self.model, self.windows[0], config)
+            found = measure_error_map(self.model, self.window(0), config)
             weights = [[float(f"{x:.3g}") for x in row] for row in found.weights.tolist()]
             return {"layer": found.layer, "head": found.head, "tokens": found.tokens,
                     "cell": found.cell, "weights": weights}
@@ -215,7 +255,7 @@ def head_dim(config: Any) -> int:
 
 
 def _check(settings: EvalSettings) -> None:
-    least = {"tokens": 2, "windows": 1, "trials": 1, "prompts": 1, "prompt_tokens": 1,
+    least = {"tokens": 2, "windows": 1, "trials": 1, "prompts": 1, "prompt_tokens": 2,
              "new_tokens": 1}
     for name, size in least.items():
         if getattr(settings, name) < size:
@@ -223,6 +263,10 @@ def _check(settings: EvalSettings) -> None:
     if settings.dtype not in DTYPES:
         raise SettingError(f"expected one of {', '.join(DTYPES)}, got {settings.dtype}", "dtype")
     unknown = [x for x in settings.metrics if x not in METRICS]
+    if settings.tasks and "tasks" not in settings.metrics:
+        raise SettingError("expected tasks among the metrics", "metric")
+    if settings.metrics == ("tasks",) and not settings.tasks:
+        raise SettingError("expected at least one", "tasks")
     if unknown or not settings.metrics:
         raise SettingError(f"expected some of {', '.join(METRICS)}, got {unknown}", "metric")
 

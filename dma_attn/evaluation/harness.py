@@ -60,7 +60,7 @@ def run_tasks(
     with subject.using(model):
         found = lm_eval.simple_evaluate(
             model=OverCache(pretrained=model, tokenizer=tokenizer, batch_size=1),
-            tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0,
+            tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=1000,
             log_samples=False,
         )
     assert found is not None  # this is the only process

@@ -5,6 +5,7 @@ As in `layer_error`, each layer gets the inputs of an exact forward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -64,11 +65,13 @@ def measure_head_errors(
 
 def outlying_layers(errors: Sequence[HeadErrors]) -> list[int]:
     """Layers whose mean error is far above the others': beyond the median by `FAR` times the
-    median deviation, and twice as large."""
+    median deviation, and twice as large; and those that are not finite."""
     means = {x.layer: sum(x.rel_l2) / len(x.rel_l2) for x in errors}
-    middle = median(means.values())
-    spread = median(abs(x - middle) for x in means.values())
-    return [i for i, x in means.items() if x > max(middle + FAR * spread, 2 * middle)]
+    finite = [x for x in means.values() if math.isfinite(x)]
+    middle = median(finite) if finite else 0.0
+    spread = median(abs(x - middle) for x in finite) if finite else 0.0
+    most = max(middle + FAR * spread, 2 * middle)
+    return [i for i, x in means.items() if not x <= most]
 
 
 def measure_error_map(

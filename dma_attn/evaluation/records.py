@@ -67,8 +67,10 @@ class Records(Measured):
     def __init__(
         self, path: Path, settings: Mapping[str, Any], environment: Mapping[str, str]
     ) -> None:
-        if not path.exists() or not path.stat().st_size:
+        if not path.exists() or (b"\n" not in (old := path.read_bytes())
+                                 and b'{"header": '.startswith(old[:11])):  # cut off in its header
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"")
             _append(path, {"header": {"settings": settings, "environment": dict(environment)}})
         super().__init__(path)
         wanted = json.loads(json.dumps(settings))

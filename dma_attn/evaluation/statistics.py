@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, stdev
 
 Z = NormalDist().inv_cdf(0.975)
 
@@ -20,15 +20,16 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The mean of independent values, by Student's t; one value has no interval.
+    """The mean of independent values, by Student's t; one value, or one that is not finite, has no
+    interval.
 
     Raises:
         ValueError: no values.
     """
     if not values:
         raise ValueError("values: expected at least one")
-    mean = fmean(values)
-    if len(values) == 1:
+    mean = sum(values) / len(values)
+    if len(values) == 1 or not math.isfinite(mean):
         return Interval(mean, -math.inf, math.inf)
     half = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
@@ -64,7 +65,8 @@ def paired_interval(before: Sequence[bool], after: Sequence[bool]) -> Interval:
     n = len(before) + 2
     middle = (gained - lost) / n
     half = Z * math.sqrt(gained + lost - (gained - lost) ** 2 / n) / n
-    return Interval((sum(after) - sum(before)) / len(before), middle - half, middle + half)
+    estimate = (sum(after) - sum(before)) / len(before)
+    return Interval(estimate, max(middle - half, -1.0), min(middle + half, 1.0))
 
 
 def t_quantile(freedom: int) -> float:

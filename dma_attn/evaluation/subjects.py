@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..cache.mixed import MixedKVCache
 from ..config import DMAConfig
 from .attention import using_config
 
@@ -54,6 +55,10 @@ class Subject:
         v_options: dict[str, Any] = {}
         for part in rest.split(","):
             name, _, value = (x.strip() for x in part.partition("="))
+            if name in v_options:
+                raise ValueError(f"config: expected each field once, got {name} twice in {text!r}")
+            if name == "pv":
+                raise ValueError(f"pv: a cache has none, got {text!r}")
             if name in _V_FIELDS:
                 v_options[name] = value
             else:
@@ -63,8 +68,9 @@ class Subject:
                 raise ValueError("rotate_v: expected true or false, got "
                                  f"{v_options['rotate_v']!r}")
             v_options["rotate_v"] = v_options["rotate_v"] == "true"
-        return cls(text, DMAConfig.preset("off"), True, DMAConfig.parse(",".join(k_fields)),
-                   v_options)
+        config = DMAConfig.parse(",".join(k_fields))
+        MixedKVCache(1, 1, 64, 0, config=config, device="meta", **v_options)  # or raises
+        return cls(text, DMAConfig.preset("off"), True, config, v_options)
 
     @contextmanager
     def using(self, model: Any) -> Iterator[None]:

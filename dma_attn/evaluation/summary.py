@@ -143,7 +143,7 @@ def _layers(records: Measured, subject: str) -> list[LayerRow]:
     errors = [HeadErrors(x["layer"], tuple(x["rel_l2"]), tuple(x["cosine"]),
                          tuple(x["worst_row"])) for x in lines[0]["layers"]]
     heads = [(e, x.layer, h) for x in errors for h, e in enumerate(x.rel_l2)]
-    largest, layer, head = max(heads)
+    largest, layer, head = max(heads, key=lambda x: math.inf if math.isnan(x[0]) else x[0])
     return [LayerRow(
         subject, fmean(e for e, _, _ in heads), largest, (layer, head),
         min(min(x.cosine) for x in errors), max(max(x.worst_row) for x in errors),

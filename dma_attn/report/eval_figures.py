@@ -75,7 +75,7 @@ def change_bars(rows: Sequence[PerplexityRow]) -> bytes:
 
 def quality_over_bits(rows: Sequence[PerplexityRow], tokens: int, head_dim: int) -> bytes:
     """Change of perplexity over bits a key's element: keys that a query sees, averaged over a
-    window of attention; those that a cache keeps, without what it allocates ahead."""
+    window of attention; those that a cache of a window's tokens keeps."""
     colours = config_colours(row.subject for row in rows)
     figure, axes = figure_of(3.9)
     for i, row in enumerate(rows):
@@ -100,10 +100,10 @@ def key_bits(subject: Subject, tokens: int, head_dim: int) -> float:
     config = subject.config or DMAConfig()
     if subject.cached:
         config = subject.k_config or DMAConfig(high="none", low="int4")
-        high = 1.0 if config.diag == "full" else min(
-            1.0, (int(config.diag) + config.sink) / tokens)
-    else:
-        high = high_share(tokens, config)
+        cache = MixedKVCache(1, 1, head_dim, tokens, device="meta", config=config)
+        kept = sum(x.element_size() * x.numel() for s in cache.k.stores for x in s.parts)
+        return 8 * kept / (tokens * head_dim)
+    high = high_share(tokens, config)
 
     def of(name: str) -> float:
         cache = MixedKVCache(1, 1, head_dim, 128, device="meta", v_high="none", v_low="none",
@@ -116,13 +116,18 @@ def key_bits(subject: Subject, tokens: int, head_dim: int) -> float:
 def needle_maps(rows: Sequence[NeedleRow]) -> bytes:
     """One map a subject: lengths by depths, the share of passkeys found."""
     subjects = list(dict.fromkeys(row.subject for row in rows))
-    depths = [depth for depth, _, _ in rows[0].depths]
+    depths = sorted({depth for row in rows for depth, _, _ in row.depths})
     figure, all_axes = figure_of(0.9 + (0.5 + 0.4 * len(depths)) * len(subjects), len(subjects))
     for axes, subject in zip(np.atleast_1d(all_axes), subjects, strict=True):
         own = [row for row in rows if row.subject == subject]
-        share = np.array([[r.estimate for _, r, _ in row.depths] for row in own]).T
+        share = np.full((len(depths), len(own)), np.nan)
+        for x, row in enumerate(own):
+            for depth, rate, _ in row.depths:
+                share[depths.index(depth), x] = rate.estimate
         axes.imshow(share, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         for (y, x), value in np.ndenumerate(share):
+            if np.isnan(value):
+                continue
             axes.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=9,
                       color="black" if value > 0.6 else "white")
         axes.set_xticks(range(len(own)), [str(row.tokens) for row in own])

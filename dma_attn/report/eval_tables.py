@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ..evaluation.ablation import METRICS, AblationRow
 from ..evaluation.statistics import Interval
-from ..evaluation.summary import Summary
+from ..evaluation.summary import NeedleRow, Summary
 
 Lines = list[list[str]]
 
@@ -23,11 +23,12 @@ def summary_tables(summary: Summary) -> Iterator[tuple[str, str, list[str], Line
                  "" if p.change is None else _shown(p.change, "+.2f")]
                 for p in summary.perplexity])
     if summary.needles:
-        depths = [f"at {d:g}" for d, _, _ in summary.needles[0].depths]
+        depths = sorted({d for n in summary.needles for d, _, _ in n.depths})
         yield ("needles", "Passkeys found, %, 95 % intervals",
-               ["subject", "tokens", "trials", *depths, "in all", "difference, points"],
+               ["subject", "tokens", "trials", *(f"at {d:g}" for d in depths), "in all",
+                "difference, points"],
                [[n.subject, str(n.tokens), str(n.trials),
-                 *(f"{100 * r.estimate:.0f}" for _, r, _ in n.depths),
+                 *(_at(n, d) for d in depths),
                  _shown(Interval(*(100 * x for x in (n.rate.estimate, n.rate.low, n.rate.high))),
                         ".0f"),
                  "" if n.difference is None else _shown(n.difference, "+.1f")]
@@ -52,6 +53,10 @@ def summary_tables(summary: Summary) -> Iterator[tuple[str, str, list[str], Line
                [[t.subject, t.task, t.metric, f"{t.value:.4f}",
                  "" if t.standard_error is None else f"{t.standard_error:.4f}",
                  "" if t.native is None else f"{t.native:.4f}"] for t in summary.tasks])
+
+
+def _at(row: NeedleRow, depth: float) -> str:
+    return "".join(f"{100 * r.estimate:.0f}" for d, r, _ in row.depths if d == depth)
 
 
 def eval_tables(summary: Summary) -> Iterator[Table]:

@@ -106,12 +106,14 @@ def _sections(file: Path) -> list[Section]:
 def _evaluation(name: str, measured: Measured, summary: Summary) -> list[Section]:
     figures = eval_figures.draw(summary, measured.settings, measured.environment)
     facts = _shown({**measured.environment, **measured.settings})
+    drawn = [x for x in measured.lines if x["task"] == "maps"
+             and (w := torch.tensor(x["weights"])).isfinite().all() and w.max() > 0]
     maps = [
         Figure(precision_map(AttentionMap(x["layer"], x["head"], x["tokens"], x["cell"],
                                           torch.tensor(x["weights"])),
                              Subject.parse(x["subject"]).config or DMAConfig()),
                f"{x['subject']}: layer {x['layer']}, head {x['head']}")
-        for x in measured.lines if x["task"] == "maps"
+        for x in drawn
     ]
     return [
         Section(f"{title} ({name})", columns=columns, lines=lines, facts=facts,
