@@ -46,7 +46,8 @@ def evaluate(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a generation.")] = 16,
     tasks: Annotated[
         list[str] | None,
-        typer.Option(help="A task of lm-evaluation-harness, which must be installed (repeatable). A cache is "
+        typer.Option(help="A task of lm-evaluation-harness, which must be installed "
+                          "(repeatable). A cache is "
                           "read by answers that are generated, not by the scores of choices."),
     ] = None,
     task_folder: Annotated[

@@ -1,7 +1,7 @@
 """`dma-attn eval`: what configurations cost on a model, unit by unit, resumable.
 
-    perplexity    a window of text; over a cache 16 tokens a step, from the first on, so that K's mean
-                  is that of 16 tokens and not of a prompt
+    perplexity    a window of text; over a cache 16 tokens a step, from the first on, so that K's
+                  mean is that of 16 tokens and not of a prompt
     needles       trials of passkey retrieval at a length and a depth
     layers        attention error of every layer and head on one window
     maps          |P_quantised - P| of one head on it
