@@ -29,28 +29,27 @@ def tokenizer_with_an_end() -> Any:
     return tokenizer
 
 
-CHOICE = """
-task: local_choice
+COMMON = """
+task: {task}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: "{data}"}}}}
 test_split: test
+doc_to_text: "{{{{question}}}}"
+"""
+TASKS = {
+    "local_choice": """
 output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list: [{{metric: acc}}]
-"""
-GENERATE = """
-task: local_generate
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{data}"}}}}
-test_split: test
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+""",
+    "local_generate": """
 output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{expected}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 3, do_sample: false}}
-metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
-"""
+doc_to_target: "{{expected}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 3, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+}
 
 
 @pytest.fixture
@@ -72,8 +71,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tasks.mkdir()
     data = tasks / "data.json"
     data.write_text("\n".join(map(json.dumps, lines)))
-    (tasks / "choice.yaml").write_text(CHOICE.format(data=data))
-    (tasks / "generate.yaml").write_text(GENERATE.format(data=data))
+    for task, own in TASKS.items():
+        (tasks / f"{task}.yaml").write_text(COMMON.format(task=task, data=data) + own)
     return tasks
 
 

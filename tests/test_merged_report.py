@@ -43,6 +43,9 @@ def evaluation(tmp_path: Path) -> Path:
     lines.append(line("layers", "default", [0], layers=heads))
     lines.append(line("maps", "default", [0], layer=1, head=2, tokens=512, cell=8,
                       weights=[[1e-6 * (i + j) for j in range(64)] for i in range(64)]))
+    lines.append(line("maps", "off", [0], layer=1, head=2, tokens=512, cell=256,
+                      weights=[[0.0, 0.0], [0.0, 0.0]]))
+    lines.append(line("needles", "native", [2048, 1.0], found=[True]))  # and then it was killed
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(lines) + "\n")
     return file
@@ -54,7 +57,8 @@ def test_a_page_of_everything(evaluation: Path, tmp_path: Path) -> None:
     text = page.read_text("utf-8")
     for part in ("+1.01 (+1.01 to +1.01)", "layer 2", "100 (51 to 100)", "prefill", "mine.jsonl",
                  "Speed over length", "Memory over length",
-                 "Error of the attention weights", "&lt;none &amp; all&gt;"):
+                 "Error of the attention weights", "not finite: off.", "<td>2048</td>",
+                 "&lt;none &amp; all&gt;"):
         assert part in text, part
     assert "<script" not in text and not re.search(r"(src|href)=\"(?!data:)", text)
     assert text.count("data:image/png") >= 5 and "data:image/svg+xml" in text

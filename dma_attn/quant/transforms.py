@@ -29,7 +29,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     float32(1 / sqrt n) last: the order fixes the bits. H is symmetric, so `rotate` inverts itself.
     """
     size, n = x.shape[-1], hadamard_size(x.shape[-1])
-    y = x.reshape(-1, size).T.contiguous()  # channels first: sums of long vectors, ten times faster
+    y = x.reshape(-1, size).T.contiguous()  # channels first: sums of long vectors
     h = 1
     while h < n:
         pairs = y.view(size // (2 * h), 2, h, -1)

@@ -115,13 +115,19 @@ def _evaluation(name: str, measured: Measured, summary: Summary) -> list[Section
                f"{x['subject']}: layer {x['layer']}, head {x['head']}")
         for x in drawn
     ]
-    return [
+    sections = [
         Section(f"{title} ({name})", columns=columns, lines=lines, facts=facts,
                 figures=[Figure(png, alt) for alt, png in figures.get(metric, ())])
         for metric, title, columns, lines in summary_tables(summary)
-    ] + [Section(f"Error of the attention weights ({name})", "|P quantised - P|, means over "
-                 "squares, logarithmic, with the borders of the tiles.", maps, facts=facts)
-         for _ in maps[:1]]
+    ]
+    empty = [x["subject"] for x in measured.lines if x["task"] == "maps" and x not in drawn]
+    if maps or empty:
+        text = "|P quantised - P|, means over squares, logarithmic, with the borders of the tiles."
+        if empty:
+            text += f" Nothing to draw, since without error or not finite: {', '.join(empty)}."
+        sections.append(Section(f"Error of the attention weights ({name})", text, maps,
+                                facts=facts))
+    return sections
 
 
 def _demo(file: Path) -> Section:

@@ -22,8 +22,7 @@ from .decode import Spec, decode_kernel, query_kernel
 
 BLOCK_BYTES = 64 * 128 * 2  # of a block of keys, where they are not quantised
 ROW_BYTES = 32 * 2  # of a column of a program's queries, at most; Triton takes wgmma for 64 rows
-NEAR_SPLIT = 256  # keys of a split of the first or the newest, and at least of a low one
-LOW_SPLIT = 256
+SPLIT = 256  # keys of a split of the first or the newest, and at least of a low one
 PROGRAMS = 4  # on an SM
 
 
@@ -101,8 +100,8 @@ def launch(
     info = None if interpreting() else device_info(q.device)
     overlap = info is not None and info.capability >= (9, 0)
     in_registers = info is not None and q.dtype != torch.float32 and _in_registers(tiles, info)
-    n_first = -(-layout.first // NEAR_SPLIT) if layout.sink else 0
-    n_newest = -(-layout.ring // NEAR_SPLIT) if layout.diag else 0
+    n_first = -(-layout.first // SPLIT) if layout.sink else 0
+    n_newest = -(-layout.ring // SPLIT) if layout.diag else 0
     sms = processor_count(q.device)
     if in_registers:
         from .decode_registers import low_keys_kernel, resident, variant
@@ -112,7 +111,7 @@ def launch(
         n_low = resident(kernel) * sms // (planes * low_chunks)
     else:
         n_low = PROGRAMS * sms // (planes * chunks) - n_first - n_newest
-    n_low = max(1, min(n_low, layout.capacity // LOW_SPLIT))
+    n_low = max(1, min(n_low, layout.capacity // SPLIT))
     n_splits = n_first + n_newest + n_low
     shape = planes, n_splits, chunks * m
     parts = torch.empty(*shape, value_dim, dtype=torch.float32, device=q.device)
