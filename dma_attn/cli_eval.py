@@ -119,7 +119,8 @@ def ablate(
     ] = None,
     table: Annotated[
         list[str] | None,
-        typer.Option(help="formats, tiles or granularity (repeatable); by default all."),
+        typer.Option(help="formats, tiles, granularity or fusion (repeatable); by default all, "
+                          "without a GPU all but fusion, whose table is of times."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Length of the window of text.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="Evenly spread layers, at most.")] = 4,
@@ -137,7 +138,7 @@ def ablate(
     from rich.console import Console
 
     from .bench.results import write_csv
-    from .evaluation.ablation import TABLES, findings, run_ablation
+    from .evaluation.ablation import FUSION, TABLES, findings, run_ablation, run_fusion
     from .evaluation.environment import environment
     from .evaluation.errors import SettingError
     from .evaluation.models import BUILT_IN, load_model
@@ -145,32 +146,52 @@ def ablate(
     from .evaluation.quiet import quiet_imports
     from .evaluation.text import read_text, token_ids, windows
     from .report.console import progress_stages
-    from .report.eval_tables import ABLATION_COLUMNS, ablation_cells, ablation_table
+    from .report.eval_tables import (
+        ABLATION_COLUMNS,
+        FUSION_COLUMNS,
+        ablation_cells,
+        ablation_table,
+        fusion_cells,
+        fusion_table,
+    )
 
     place = _place(device)
-    chosen = table or list(TABLES)
-    if unknown := sorted(set(chosen) - set(TABLES)):
-        raise SettingError(f"expected some of {', '.join(TABLES)}, got {unknown}", "table")
-    content = read_text(None if text is None else str(text))
+    chosen = list(dict.fromkeys(table or [*TABLES, *([FUSION] if place == "cuda" else [])]))
+    if unknown := sorted(set(chosen) - {*TABLES, FUSION}):
+        raise SettingError(f"expected some of {', '.join([*TABLES, FUSION])}, got {unknown}",
+                           "table")
+    if FUSION in chosen and place != "cuda":
+        raise SettingError(f"{FUSION} is a table of times on a CUDA device, and this runs on a CPU",
+                           "table")
     out.mkdir(parents=True, exist_ok=True)  # one that cannot be made fails before the work
-    quiet_imports()
-    loaded = load_model(model or BUILT_IN, device=place)
-    check_window(loaded.model, tokens)
-    ids = windows(token_ids(loaded.tokenizer, content), tokens, 1)[0]
-    with progress_stages() as stage:
-        rows = run_ablation(loaded.model, ids, chosen, layers=layers,
-                            progress=stage("ablation, layers", layers))
     console = Console()
-    facts = {**environment(place), "model": model or BUILT_IN, "tokens": str(tokens),
-             "layers": str(min(layers, loaded.model.config.num_hidden_layers))}
-    for name in chosen:
-        own = [row for row in rows if row.table == name]
-        write_csv(out / f"ablation_{name}.csv", facts, ABLATION_COLUMNS, ablation_cells(own))
-        console.print(ablation_table(name, own))
-    for found in findings(rows):
-        console.print(f"{'agrees' if found.agrees else 'contradicts the paper'}: {found.claim} "
-                      f"({found.numerics}: {found.larger:.4g} to {found.smaller:.4g})",
-                      soft_wrap=True, highlight=False)
+    facts = environment(place)
+    if from_model := [name for name in chosen if name != FUSION]:
+        content = read_text(None if text is None else str(text))
+        quiet_imports()
+        loaded = load_model(model or BUILT_IN, device=place)
+        check_window(loaded.model, tokens)
+        ids = windows(token_ids(loaded.tokenizer, content), tokens, 1)[0]
+        with progress_stages() as stage:
+            rows = run_ablation(loaded.model, ids, from_model, layers=layers,
+                                progress=stage("ablation, layers", layers))
+        shape = {"model": model or BUILT_IN, "tokens": str(tokens),
+                 "layers": str(min(layers, loaded.model.config.num_hidden_layers))}
+        for name in from_model:
+            own = [row for row in rows if row.table == name]
+            write_csv(out / f"ablation_{name}.csv", {**facts, **shape}, ABLATION_COLUMNS,
+                      ablation_cells(own))
+            console.print(ablation_table(name, own))
+        for found in findings(rows):
+            console.print(f"{'agrees' if found.agrees else 'contradicts the paper'}: "
+                          f"{found.claim} ({found.numerics}: {found.larger:.4g} to "
+                          f"{found.smaller:.4g})", soft_wrap=True, highlight=False)
+    if FUSION in chosen:
+        with progress_stages() as stage:
+            stages = run_fusion(progress=stage("fusion", 4))
+        write_csv(out / f"ablation_{FUSION}.csv", {**facts, "data": "normal, 1 x 32 x S x 128"},
+                  FUSION_COLUMNS, fusion_cells(stages))
+        console.print(fusion_table(stages))
     console.print(f"{out} written", soft_wrap=True, highlight=False)
 
 

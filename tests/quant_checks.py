@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from dma_attn import BlockScaledTensor, quantize
+from dma_attn import BlockScaledTensor, quantize, quantize_pair
 from dma_attn.formats import FORMATS, get_format
 
 INPUTS = ("normal", "heavy", "tiny", "huge", "special")
@@ -64,3 +64,23 @@ def check_format(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: 
                     assert_bit_equal(out, ref)
                 except AssertionError as error:
                     raise AssertionError(f"{name} {rule} {span} {kind}: {error}") from None
+
+
+def check_stages(device: str) -> None:
+    """The stages of the fusion's ablation give the bits of `quantize_pair`."""
+    from dma_attn.quant.stages import STAGES, quantize_pair_stage
+
+    for kind, head_dim, dtype in (("heavy", 128, torch.bfloat16), ("special", 64, torch.float16),
+                                  ("tiny", 32, torch.float32)):
+        x = make_input(kind, (2, 3, 67, head_dim), dtype, device)
+        for formats in (("mxfp8", "nvfp4"), ("mxfp8_e5m2", "mxfp4")):
+            for rotate, rule in ((False, "paper"), (True, "auto")):
+                want = quantize_pair(x, *formats, rotate=rotate, scale_rule=rule, impl="reference")
+                for stage in STAGES:
+                    got = quantize_pair_stage(x, *formats, stage, rotate=rotate, scale_rule=rule)
+                    for out, ref in zip(got, want, strict=True):
+                        assert_bit_equal(out, ref)
+    empty = x[:, :, :0].contiguous()
+    for stage in STAGES:
+        for out in quantize_pair_stage(empty, "mxfp8", "nvfp4", stage, rotate=True):
+            assert out is not None and out.shape == empty.shape

@@ -11,8 +11,10 @@ import torch
 pytest.importorskip("transformers")
 
 from dma_attn.bench.results import read_csv
+from dma_attn.bench.timing import Candidate, Timing
 from dma_attn.cli import main
-from dma_attn.evaluation.ablation import TABLES, findings, run_ablation, spread
+from dma_attn.evaluation.ablation import TABLES, findings, run_ablation, run_fusion, spread
+from dma_attn.quant.stages import STAGES
 from tests.tiny_model import save_tiny_model, tiny_model
 
 
@@ -56,7 +58,37 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Ablation: granularity" in shown and "by tensor to by token" in shown
     facts, columns, lines = read_csv(tmp_path / "out" / "ablation_granularity.csv")
     assert facts["tokens"] == "300" and columns[:2] == ["variant", "numerics"] and len(lines) == 6
-    for extra, option in ((["--table", "what"], "--table"), (["--tokens", "4000"], "--tokens"),
+    for extra, option in ((["--table", "what"], "--table"), (["--table", "fusion"], "--table"),
+                          (["--tokens", "4000"], "--tokens"),
                           (["--device", "tpu"], "--device")):
         assert main([*arguments, *extra]) == 2
         assert option in capsys.readouterr().err
+
+
+def test_fusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows and command, with times that are given: no GPU is here."""
+    from functools import partial
+
+    from dma_attn.evaluation import ablation
+
+    def timed(candidates: list[Candidate]) -> dict[str, Timing]:
+        return {c.name: Timing(2.0 + i, 0.0, None, 0.5) for i, c in enumerate(candidates)}
+
+    monkeypatch.setattr("dma_attn.bench.timing.time_candidates", timed)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.zeros(shape))
+    done: list[tuple[int, int]] = []
+    rows = run_fusion((2048, 512), progress=lambda i, n: done.append((i, n)))
+    assert done == [(i, 4) for i in (1, 2, 3, 4)] and len(rows) == 4 * len(STAGES)
+    assert [r.stage for r in rows[:5]] == list(STAGES)
+    assert (rows[0].us, rows[0].host_us, rows[0].reported_us) == (2000.0, 500.0, 7262.0)
+    assert rows[-1].us == 6000.0 and rows[-1].reported_us is None
+
+    monkeypatch.setattr("dma_attn.cli_eval._place", lambda device: "cuda")
+    monkeypatch.setattr(ablation, "run_fusion", partial(run_fusion, (2048, 512)))
+    monkeypatch.setattr("dma_attn.evaluation.environment.environment", lambda place: {"gpu": "G"})
+    assert main(["ablate", "--table", "fusion", "--out", str(tmp_path)]) == 0
+    assert "scale conversion" in capsys.readouterr().out
+    facts, columns, lines = read_csv(tmp_path / "ablation_fusion.csv")
+    assert facts["gpu"] == "G" and columns[-1] == "paper_us" and len(lines) == 4 * len(STAGES)
+    assert [file.name for file in tmp_path.iterdir()] == ["ablation_fusion.csv"]

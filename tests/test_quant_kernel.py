@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from dma_attn import quantize, quantize_pair
+from dma_attn.quant.stages import quantize_pair_stage
 from tests.impls import needs_gpu
-from tests.quant_checks import QUANTISED, assert_bit_equal, check_format, make_input
+from tests.quant_checks import (
+    QUANTISED,
+    assert_bit_equal,
+    check_format,
+    check_stages,
+    make_input,
+)
 
 
 @needs_gpu
@@ -43,3 +50,20 @@ def test_reference_on_the_gpu_equals_the_cpu() -> None:
     for name in QUANTISED:
         on_gpu = quantize(x.cuda(), name, impl="reference")
         assert_bit_equal(on_gpu.to("cpu"), quantize(x, name, impl="reference"))
+
+
+@needs_gpu
+def test_stages_of_fusion_give_the_same_bits() -> None:
+    check_stages("cuda")
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [({"stage": "half"}, "stage"), ({"high": "int8"}, "high"), ({"low": "none"}, "low"),
+     ({"x": torch.zeros(4, 48)}, "x:"), ({"x": torch.zeros(64, 4).T}, "x:")],
+)
+def test_stages_refuse_what_they_cannot_take(change: dict[str, object], name: str) -> None:
+    arguments = {"x": torch.zeros(4, 64), "high": "mxfp8", "low": "nvfp4", "stage": "+ pack",
+                 "rotate": True, **change}
+    with pytest.raises(ValueError, match=f"^{name}"):
+        quantize_pair_stage(**arguments)  # type: ignore[arg-type]

@@ -3,10 +3,12 @@
     formats        one format everywhere, and two formats by tiles
     tiles          width of the high band and sink, 128 to 2048 tokens
     granularity    what NVFP4's second-level scale spans
+    fusion         the quantiser of both formats, from separate operations to one kernel
 
 Each by the authors' numerics (preset `paper`) and by ours (`default`), beside what the paper
 reports. Errors are those of the attention output against float32, all heads together, averaged over
-layers. The paper's are of Llama-3.1-8B, so that orders can be compared and not numbers.
+layers. The paper's are of Llama-3.1-8B, so that orders can be compared and not numbers. Fusion
+changes no bit: its table is of times, on normal data of 32 heads of 128 dims.
 """
 
 from __future__ import annotations
@@ -51,6 +53,14 @@ REPORTED: dict[tuple[str, str], dict[str, float]] = {
     ("granularity", "token"): {"cosine": 0.822, "ms": 7.131},
 }
 """What the paper reports, on one B200; its granularity "block" is our "tile"."""
+FUSION = "fusion"
+FUSION_REPORTED = {
+    2048: {"unfused": 7262.0, "+ encode": 803.0, "+ pack": 741.0, "+ scale conversion": 180.0,
+           "fused": 97.9},
+    8192: {"unfused": 22629.0, "+ encode": 1114.0, "+ pack": 943.0, "+ scale conversion": 300.0,
+           "fused": 282.0},
+}
+"""The paper's microseconds, by tokens and stage."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,55 @@ class AblationRow:
     psnr: float
     ms: float | None
     reported: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FusionRow:
+    """A stage of the quantiser's fusion.
+
+    Attributes:
+        us: A call, replayed from a CUDA graph: what the GPU needs.
+        host_us: What the host needs to enqueue a call.
+        reported_us: What the paper reports.
+    """
+
+    stage: str
+    numerics: str
+    tokens: int
+    us: float
+    host_us: float
+    reported_us: float | None
+
+
+def run_fusion(
+    lengths: Sequence[int] = tuple(FUSION_REPORTED),
+    progress: Callable[[int, int], None] | None = None,
+) -> list[FusionRow]:
+    """Times of the quantiser's stages (`quant.stages`) on the current CUDA device.
+
+    Args:
+        lengths: Numbers of tokens.
+        progress: Called with (tables of stages done, such tables in all).
+    """
+    from ..bench.timing import Candidate, time_candidates
+    from ..quant.stages import STAGES, quantize_pair_stage
+
+    rows = []
+    total = len(lengths) * len(NUMERICS)
+    for tokens in lengths:
+        x = torch.randn(1, 32, tokens, 128, device="cuda").bfloat16()
+        for numerics, config in NUMERICS.items():
+            call = partial(quantize_pair_stage, x, config.high, config.low, rotate=config.rotate,
+                           scale_rule=config.scale_rule)
+            timings = time_candidates([Candidate(s, [partial(call, stage=s)]) for s in STAGES])
+            rows += [
+                FusionRow(stage, numerics, tokens, 1000 * timing.ms, 1000 * (timing.host or 0.0),
+                          FUSION_REPORTED.get(tokens, {}).get(stage))
+                for stage, timing in timings.items()
+            ]
+            if progress:
+                progress(len(rows) // len(STAGES), total)
+    return rows
 
 
 def spread(layers: int, count: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from rich.table import Table
 
-from ..evaluation.ablation import METRICS, AblationRow
+from ..evaluation.ablation import METRICS, AblationRow, FusionRow
 from ..evaluation.statistics import Interval
 from ..evaluation.summary import NeedleRow, Summary
 
@@ -95,6 +95,24 @@ def ablation_table(name: str, rows: Iterable[AblationRow]) -> Table:
             cells.append(("" if value is None else f"{value:.4g}")
                          + ("" if reported is None else f" ({reported:.4g})"))
         table.add_row(r.variant, r.numerics, *cells)
+    return table
+
+
+FUSION_COLUMNS = ("stage", "numerics", "tokens", "us", "host_us", "paper_us")
+
+
+def fusion_cells(rows: Iterable[FusionRow]) -> list[list[str]]:
+    """One line a row, in the order of `FUSION_COLUMNS`."""
+    return [[r.stage, r.numerics, str(r.tokens), f"{r.us:.1f}", f"{r.host_us:.0f}",
+             "" if r.reported_us is None else f"{r.reported_us:g}"] for r in rows]
+
+
+def fusion_table(rows: Iterable[FusionRow]) -> Table:
+    """The rows as they are written."""
+    first, *others = FUSION_COLUMNS
+    table = _table("Ablation: fusion of the quantiser", first, *others)
+    for line in fusion_cells(rows):
+        table.add_row(*line)
     return table
 
 

@@ -10,7 +10,13 @@ from dma_attn.attention.prepare import v_fp8_reference
 from dma_attn.quant.rows import Rows
 from dma_attn.quant.transforms import key_mean
 from tests.impls import INTERPRETED
-from tests.quant_checks import QUANTISED, assert_bit_equal, check_format, make_input
+from tests.quant_checks import (
+    QUANTISED,
+    assert_bit_equal,
+    check_format,
+    check_stages,
+    make_input,
+)
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
@@ -18,6 +24,10 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 @pytest.mark.parametrize("name", QUANTISED)
 def test_kernel_equals_reference(name: str) -> None:
     check_format(name, (2, 20, 80), torch.float32, "cpu")
+
+
+def test_stages_of_fusion_give_the_same_bits() -> None:
+    check_stages("cpu")
 
 
 @pytest.mark.parametrize("formats", [("mxfp8", "nvfp4"), ("none", "int4")])
