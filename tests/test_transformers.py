@@ -477,6 +477,37 @@ def test_masks_read_nothing_on_the_host() -> None:
     assert dma_mask(2, 20, 20, attention_mask=mask, device="meta").shape == (2, 20)
 
 
+def test_a_prompts_mask_without_padding_is_no_mask() -> None:
+    """`generate` always passes one, and the Hopper kernel takes none."""
+    ones = torch.ones(2, 20, dtype=torch.bool)
+    padded = ones.clone()
+    padded[1, :3] = False
+    assert dma_mask(2, 20, 20, attention_mask=ones) is None
+    assert dma_mask(2, 5, 20, q_offset=15, attention_mask=ones) is None
+    assert torch.equal(dma_mask(2, 20, 20, attention_mask=padded), padded)
+    assert dma_mask(2, 5, 20, q_offset=15, attention_mask=padded) is not None
+    # one query, a static cache's slots, its offset on the device: not read
+    assert dma_mask(2, 1, 20, q_offset=19, attention_mask=ones) is not None
+    assert dma_mask(2, 5, 32, q_offset=15, attention_mask=ones) is not None
+    assert dma_mask(2, 5, 20, q_offset=torch.tensor(15), attention_mask=ones) is not None
+
+
+def test_generate_attends_to_its_prompt_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor | None] = []
+    original = adapter.dma_attention
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(kwargs["key_padding_mask"] if args[0].shape[1] > 1 else None)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(adapter, "dma_attention", watched)
+    model = enable_dma(make("llama"))
+    ids, _ = left_padded(2, 30)
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False,
+                   pad_token_id=0)
+    assert seen and all(mask is None for mask in seen)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries", [1, 40], ids=["decode", "prefill"])
 def test_nothing_waits_for_the_gpu(queries: int) -> None:

@@ -5,13 +5,14 @@ to every layer. It states which keys may be seen in the smallest form that says 
 
 | mask | meaning |
 |---|---|
-| None | every key slot holds data, nothing is padded |
+| None | every key slot holds data, nothing is padded: all kernels serve it |
 | (B, S_kv) bool | True where a key is written and not padded; causality and window come on top |
 | (B, 1, S) int32 | packed sequences: the number of the sequence that a token belongs to |
 | (B, 1 or H, S_q, S_kv) bool or float | the whole visibility: custom masks, chunks, image blocks |
 
-Nothing here reads a tensor on the host, so CUDA graphs can hold it: a mask without any padding is
-therefore passed on as it is.
+A prompt's mask without any padding, which `generate` always makes, becomes None: that is read on
+the host, once a forward pass, as transformers' own masks do. Nothing else is, so that CUDA graphs,
+which pass such a mask on as it is, single queries and static caches never wait for the GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import masking_utils
+from transformers.utils.import_utils import is_tracing
 
 T = TypeVar("T")
 MaskFunction = Callable[..., Any]
@@ -81,6 +83,9 @@ def dma_mask(
         slots = attention_mask[:, first : first + kv_length].to(torch.bool)
         missing = kv_length - slots.shape[-1]
         visible = nn.functional.pad(slots, (0, missing)).expand(batch_size, -1)
+        prompt = q_length > 1 and not isinstance(q_offset, Tensor) and not missing
+        if prompt and not is_traced(slots) and bool(slots.all()):
+            visible = None
     if not rules.causal or kv_length == q_length:
         return visible
     end = q_offset + q_length - kv_offset
@@ -143,10 +148,11 @@ def once_a_pass(tensor: Tensor, module: nn.Module, compute: Callable[[], T]) -> 
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """True under torch.compile and CUDA graph capture, where nothing may be read on the host."""
-    if torch.compiler.is_compiling():
+    """True under torch.compile and CUDA graph capture and of tensors that hold no data: nothing may
+    be read on the host."""
+    if torch.compiler.is_compiling() or tensor.is_meta:
         return True
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return bool(is_tracing(tensor))
 
 
 class _Rules(NamedTuple):
