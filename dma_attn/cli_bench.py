@@ -276,18 +276,25 @@ def first_call(
 
 @app.command()
 def table(
-    files: Annotated[list[Path], typer.Argument(help="CSV files of earlier runs.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="CSV files of earlier runs, .jsonl files of `eval`.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Markdown file to write instead.")] = None,
 ) -> None:
-    """Print CSV files as Markdown. A file that is written shows what `dma-attn bench figures` left
+    """Print results as Markdown. A file that is written shows what `dma-attn bench figures` left
     in a folder `figures` beside it.
 
     Example: dma-attn bench table benchmarks/results/h200/prefill.csv --out docs/results.md
     """
-    from .bench.results import markdown
+    from .report.markdown import markdown
 
     _check_files(files, "FILES")
-    sections = [markdown(path) for path in files]
+    stems = [path.stem for path in files]
+    try:
+        sections = [markdown(path, f"{path.stem} ({path.parent.name})"
+                             if stems.count(path.stem) > 1 else None) for path in files]
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem), param_hint="FILES") from problem
     if out is None:
         for section in sections:
             typer.echo(section)

@@ -43,7 +43,6 @@ from dma_attn.bench.results import (
     claim_cells,
     compile_cells,
     error_cells,
-    markdown,
     prefill_cells,
     read_csv,
     write_csv,
@@ -52,6 +51,7 @@ from dma_attn.bench.timing import Timing
 from dma_attn.cli import main
 from dma_attn.evaluation.models import load_model
 from dma_attn.evaluation.text import read_text, token_ids
+from dma_attn.report.markdown import markdown
 from dma_attn.testing import assert_rel_l2, random_qkv
 from tests.impls import needs_gpu
 from tests.tiny_model import save_tiny_model
@@ -180,6 +180,14 @@ def test_table_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert title == "# Results" and made.startswith("Made by `dma-attn bench table ")
     assert [line for line in rest if line.startswith("#")] == ["## a", "## b"]
     assert rest.count("| 0 | hopper | 0.1 |") == 2
+    twin = tmp_path / "other" / "a.csv"  # of one name: told apart by their folders
+    write_csv(twin, {}, ERROR_COLUMNS, [])
+    assert main(["bench", "table", str(paths[0]), str(twin)]) == 0
+    text = capsys.readouterr().out
+    assert f"## a ({tmp_path.name})" in text and "## a (other)" in text
+    paths[0].write_text("# gpu: fast\n")
+    assert main(["bench", "table", *map(str, paths)]) == 2
+    assert "CSV table" in capsys.readouterr().err
 
 
 Layers = dict[str, peers_module.Inputs]

@@ -51,6 +51,20 @@ def evaluation(tmp_path: Path) -> Path:
     return file
 
 
+def test_an_evaluation_as_markdown(
+    evaluation: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "table", str(evaluation)]) == 0
+    text = capsys.readouterr().out
+    titles = [x for x in text.splitlines() if x.startswith("## ")]
+    assert titles == [f"## mine_{x}" for x in ("perplexity", "needles", "layers", "agreement")]
+    assert "| default | 3 |" in text and "tokens 1024" in text
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(evaluation.read_text().splitlines()[0] + "\n")
+    assert main(["bench", "table", str(empty)]) == 2
+    assert "empty.jsonl: expected an evaluation" in capsys.readouterr().err
+
+
 def test_a_page_of_everything(evaluation: Path, tmp_path: Path) -> None:
     page = tmp_path / "out" / "page.html"
     assert main(["report", str(evaluation), str(RESULTS), "--out", str(page)]) == 0

@@ -118,12 +118,3 @@ def read_csv(path: Path) -> tuple[dict[str, str], list[str], list[list[str]]]:
     if not table:
         raise ValueError(f"{path}: expected a CSV table, got none")
     return facts, table[0], table[1:]
-
-
-def markdown(path: Path) -> str:
-    """A section for docs/results.md: the file's name, its facts in one line, its table."""
-    facts, columns, lines = read_csv(path)
-    shown = ", ".join(f"{name} {value}" for name, value in facts.items())
-    rows = [columns, ["---"] * len(columns), *lines]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"## {path.stem}\n\n{shown}\n\n{table}\n"
