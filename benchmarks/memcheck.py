@@ -29,7 +29,7 @@ from dma_attn import (
     dma_attention_with_kvcache,
     quantize_pair,
 )
-from dma_attn.attention.dispatch import use_hopper
+from dma_attn.attention.dispatch import use_native
 from dma_attn.attention.kernels import hopper_call
 from dma_attn.testing import random_qkv
 
@@ -97,7 +97,7 @@ def attend(head_dim: int, text: str, hopper: bool, outlier: bool = False) -> int
     ends = torch.tensor([300, 131], dtype=torch.int32, device="cuda")
     odd = torch.empty(2, 6, 77, head_dim + 3, dtype=q.dtype, device="cuda")[..., :head_dim]
     fixed = 0 if outlier else hopper_call.FIXED_KEYS
-    with use_hopper(hopper), mock.patch.object(hopper_call, "FIXED_KEYS", fixed):
+    with use_native(hopper), mock.patch.object(hopper_call, "FIXED_KEYS", fixed):
         dma_attention(q, k, v, is_causal=True, config=config, return_lse=True)
         dma_attention(q, k, v, config=config, window_size=100, is_causal=True)
         dma_attention(q, k, v, config=config, kv_len=ends, is_causal=True, return_lse=True)

@@ -120,7 +120,8 @@ def root(
 
 @app.command()
 def info(debug: DebugOption = False) -> None:
-    """Show versions, devices, and which path would run on each of them and why.
+    """Show versions, devices, which path would run on each of them and why, and what other GPUs
+    would get.
 
     Example: dma-attn info
     """
@@ -128,7 +129,7 @@ def info(debug: DebugOption = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from .device import device_status
+    from .device import device_status, dispatch_table
     from .evaluation.environment import environment
 
     console = Console()
@@ -141,6 +142,11 @@ def info(debug: DebugOption = False) -> None:
         status = device_status(name)
         devices.add_row(name, status.path, status.kernel, status.reason)
     console.print(devices)
+    known = Table("capability", "GPUs", "path", "kernels", title="By compute capability",
+                  title_justify="left")
+    for row in dispatch_table():
+        known.add_row(*row)
+    console.print(known)
 
 
 @app.command()

@@ -3,8 +3,11 @@
 | compute capability | Triton path |
 |---|---|
 | below 8.0 | refused: no bf16 tensor cores |
-| 9.0 | the Hopper kernel (Triton 3.6) for what `attention.dispatch` lists, else the portable one |
-| others from 8.0 on (8.0, 8.6, 8.9, 10.0, 10.3, 12.0, 12.1, ...) | the portable kernel |
+| 8.0, 8.6, 8.7, 8.9 | emulated: the portable kernel, 16-bit tensor cores on upcast tiles |
+| 9.0 | native for what `attention.dispatch` lists: the Hopper kernel (Triton 3.6); else emulated |
+| 10.0, 10.3, 12.0, 12.1 | native likewise: the Blackwell kernel (12.1: Triton 3.8); else emulated |
+| 11.0, 13.0 and newer | emulated: nothing is known of their tensor cores |
+| not NVIDIA | refused |
 """
 
 from __future__ import annotations
@@ -20,10 +23,24 @@ import torch
 
 from .formats import check_choice
 
-HOPPER_OR = "8-bit tensor cores for what `explain` says, else "
+NATIVE = {"hopper": "8-bit tensor cores", "blackwell": "block-scaled tensor cores"}
+NATIVE_OR = "{} for what `explain` says, else "
+KNOWN = (
+    ((7, 5), "T4, RTX 20"),
+    ((8, 0), "A100"),
+    ((8, 6), "A10, RTX 30"),
+    ((8, 9), "L4, L40S, RTX 40"),
+    ((9, 0), "H100, H200"),
+    ((10, 0), "B200"),
+    ((10, 3), "B300"),
+    ((12, 0), "RTX 50, RTX PRO 6000"),
+    ((12, 1), "GB10"),
+)
+"""Compute capabilities with GPUs that have them."""
 IMPLS = ("auto", "reference", "triton")
 MIN_CAPABILITY = (8, 0)
 MIN_TRITON = (3, 6)
+SM121_TRITON = (3, 8)  # 3.6 and 3.7 upcast 12.1's block-scaled products, or fail to compile them
 GLUON_TRITON = (3, 6)  # Gluon, which the Hopper kernel is written in, is experimental
 
 
@@ -132,14 +149,37 @@ def _gpu_status(info: DeviceInfo, amd: bool) -> DeviceStatus:
             f"{where}: the kernels need compute capability 8.0 or newer; use impl='reference'",
         )
     portable = "16-bit tensor cores on upcast tiles"
-    if hopper_runs(info):
-        return DeviceStatus("triton", "hopper, portable", f"{where}: {HOPPER_OR}{portable}")
+    for kernel, runs in (("hopper", hopper_runs), ("blackwell", blackwell_runs)):
+        if runs(info):
+            first = NATIVE_OR.format(NATIVE[kernel])
+            return DeviceStatus("triton", f"{kernel}, portable", f"{where}: {first}{portable}")
     return DeviceStatus("triton", "portable", f"{where}: {portable}")
+
+
+def dispatch_table() -> list[tuple[str, str, str, str]]:
+    """Of known GPUs, with the Triton that is here: compute capability, examples, "native" (for what
+    `explain` says, else emulated), "emulated" (16-bit tensor cores) or "refused", and the kernels
+    or what to do."""
+    rows = []
+    for capability, examples in KNOWN:
+        status = _gpu_status(DeviceInfo(examples, capability, 101376, triton_version()), amd=False)
+        native = any(kernel in status.kernel for kernel in NATIVE)
+        path = "refused" if status.path == "refused" else "native" if native else "emulated"
+        remedy = status.reason.rpartition("; ")[2]
+        rows.append(("{}.{}".format(*capability), examples, path,
+                     remedy if path == "refused" else status.kernel))
+    return [*rows, ("-", "not NVIDIA", "refused", "use impl='reference'")]
 
 
 def hopper_runs(info: DeviceInfo) -> bool:
     """True when the Hopper kernel can run: the capability, and a Triton that it was tested with."""
     return info.capability == (9, 0) and _version(info.triton or "") == GLUON_TRITON
+
+
+def blackwell_runs(info: DeviceInfo) -> bool:
+    """True when the Blackwell kernel can run: `tl.dot_scaled` has the GPU's instructions."""
+    needed = SM121_TRITON if info.capability > (12, 0) else MIN_TRITON
+    return info.capability[0] in (10, 12) and _version(info.triton or "") >= needed
 
 
 def gluon_runs(info: DeviceInfo) -> bool:

@@ -22,7 +22,8 @@ from triton.runtime.jit import JITFunction
 
 from dma_attn.device import DeviceInfo, override_device
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448,
+                 120: 101376, 121: 101376}
 
 
 class _Driver:

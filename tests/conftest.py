@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dma_attn.attention.dispatch import use_hopper
+from dma_attn.attention.dispatch import use_native
 
 
 @pytest.fixture(autouse=os.environ.get("DMA_ATTN_TEST_HOPPER") == "0")
 def portable_kernel() -> Iterator[None]:
     """The portable kernel takes every call."""
-    with use_hopper(False):
+    with use_native(False):
         yield
 
 

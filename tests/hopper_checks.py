@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from dma_attn import DMAConfig, dma_attention, explain
-from dma_attn.attention.dispatch import use_hopper
+from dma_attn.attention.dispatch import use_native
 from dma_attn.attention.kernels import hopper_call
 from dma_attn.testing import error_budget, quantised_oracle
 
@@ -15,7 +15,7 @@ from dma_attn.testing import error_budget, quantised_oracle
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str, **arguments: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with use_hopper():
+    with use_native():
         assert "hopper kernel" in explain(q, k, v, config=DMAConfig.parse(config), impl="triton")
         return dma_attention(q, k, v, config=DMAConfig.parse(config), return_lse=True,
                              impl="triton", **arguments)  # type: ignore[arg-type, return-value]

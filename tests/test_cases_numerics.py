@@ -14,7 +14,7 @@ from dma_attn import (
     merge_states,
     scaled_dot_product_attention,
 )
-from dma_attn.attention.dispatch import use_hopper
+from dma_attn.attention.dispatch import use_native
 from dma_attn.testing import (
     assert_rel_l2,
     dense_oracle,
@@ -133,7 +133,7 @@ def test_case_070_a_later_token_leaves_earlier_rows_alone(preset: str, s: int, i
     config = DMAConfig.preset(preset).replace(smooth_k=False, pv="fp16", granularity="token")
     q, k, v = random_qkv(1, (2, 1), (s, s), 64, device=DEVICE)
     arguments = {"is_causal": True, "config": config, "return_lse": True, "impl": impl}
-    with use_hopper(False):  # its folded keys share a scale with the later token
+    with use_native(False):  # its folded keys share a scale with the later token
         before = dma_attention(q, k, v, **arguments)
         k[:, :, -1] *= 100
         v[:, :, -1] *= 100

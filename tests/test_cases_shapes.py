@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dma_attn import DMAConfig, dma_attention, dma_attention_varlen
-from dma_attn.attention.dispatch import use_hopper
+from dma_attn.attention.dispatch import use_native
 from dma_attn.attention.kernels.tuning import TileConfig
 from dma_attn.testing import (
     assert_rel_l2,
@@ -183,7 +183,7 @@ def test_case_028_varlen_with_empty_sequences(is_causal: bool, impl: str) -> Non
     assert out.shape == (2, 9, 64) and lse.shape == (9, 2)
     for row, (a, b) in enumerate(((0, 3), (3, 8))):
         one = (q[row : row + 1], k[a:b], v[a:b])
-        with use_hopper(False):  # the kernel that packed sequences take
+        with use_native(False):  # the kernel that packed sequences take
             alone, alone_lse = dma_attention(
                 *(x.transpose(0, 1)[None] for x in one),
                 is_causal=is_causal,

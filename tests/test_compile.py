@@ -12,7 +12,7 @@ from dma_attn import DMAConfig, dma_attention, dma_attention_varlen, quantize_pa
 pytest.importorskip("triton")
 
 from dma_attn.attention.api import masked_attention
-from dma_attn.attention.dispatch import use_hopper
+from dma_attn.attention.dispatch import use_native
 from tests.compiling import SHARED_MEMORY, compile_only, device_tensor
 
 TARGETS = (80, 90, 100, 120)
@@ -29,7 +29,7 @@ def check(kernels, capability):
 @pytest.mark.parametrize("capability", TARGETS)
 def test_default_call_compiles_everywhere(capability):
     q, k = device_tensor(1, 4, 300, 128), device_tensor(1, 2, 300, 128)
-    with use_hopper(False), compile_only(capability) as kernels:
+    with use_native(False), compile_only(capability) as kernels:
         dma_attention(q, k, k, is_causal=True, return_lse=True, impl="triton")
     ptx = check(kernels, capability)
     assert set(ptx) == {
@@ -51,6 +51,21 @@ def test_quantiser_contracts_and_approximates_nothing(capability):
     for ptx in check(kernels, capability).values():
         assert "div.rn.f32" in ptx
         assert not re.search(r"\b(fma|div\.(full|approx)|ex2|rcp)\b", ptx)
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_conversions_by_the_hardware(capability):
+    """FP8 from sm_89 on, E2M1 on Blackwell; the authors' encoder is none that hardware has."""
+    x = device_tensor(1, 2, 300, 64)
+    for formats, rule in ((("mxfp8", "nvfp4"), "auto"), (("mxfp8_e5m2", "mxfp4"), "auto"),
+                          (("mxfp8", "mxfp4"), "paper")):
+        with compile_only(capability) as kernels:
+            quantize_pair(x, *formats, scale_rule=rule, impl="triton")
+        (ptx,) = check(kernels, capability).values()
+        kind = "e5m2" if "e5m2" in formats[0] else "e4m3"
+        assert (f"cvt.rn.satfinite.{kind}x2.f32" in ptx) == (capability >= 89)
+        e2m1 = capability >= 100 and rule != "paper"
+        assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == e2m1
 
 
 @pytest.mark.parametrize("capability", (80, 120))

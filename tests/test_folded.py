@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dma_attn import DMAConfig, dma_attention, quantize
-from dma_attn.attention.dispatch import use_hopper
+from dma_attn.attention.dispatch import use_native
 from dma_attn.attention.prepare import class_spans
 from dma_attn.formats import NVFP4_OVERSHOOT
 from dma_attn.quant.reference import fold_reference
@@ -101,7 +101,7 @@ def test_dependent_launches_wait(text: str, tmp_path: Path) -> None:
     from tests.compiling import compile_only, device_tensor, machine_code
 
     q, k = device_tensor(1, 4, 300, 128), device_tensor(1, 2, 300, 128)
-    with use_hopper(), compile_only(90) as kernels:
+    with use_native(), compile_only(90) as kernels:
         dma_attention(q, k, k, config=DMAConfig.parse(text), impl="triton")
     named = {kernel.metadata.name: kernel for kernel in kernels}
     early = {name for name, kernel in named.items() if kernel.metadata.launch_pdl}

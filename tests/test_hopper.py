@@ -13,7 +13,7 @@ import torch
 
 from dma_attn import DMAConfig, dma_attention, dma_attention_prepared, explain, prepare_kv
 from dma_attn.attention import prepare
-from dma_attn.attention.dispatch import hopper_gap, use_hopper
+from dma_attn.attention.dispatch import hopper_gap, use_native
 from dma_attn.device import DeviceInfo, device_status, override_device
 from dma_attn.quant.rows import Rows
 from dma_attn.testing import error_budget, quantised_oracle, random_qkv
@@ -37,7 +37,7 @@ def gap(config: str = "default,pv=fp8", *, capability: tuple[int, int] = (9, 0),
     k = device_tensor(2, 2, 300, dims[0] + 8, dtype=dtype)[..., k_view:][..., : dims[0]]
     v = device_tensor(2, 2, 300, dims[1] + 8, dtype=dtype)[..., view or 0 :][..., : dims[1]]
     info = DeviceInfo("test GPU", capability, 232448, "3.6.0")
-    with use_hopper(), override_device(info):
+    with use_native(), override_device(info):
         return hopper_gap(k, v, DMAConfig.parse(config), Rows(2, 300, **rows), masked)
 
 
@@ -85,15 +85,15 @@ def test_on_by_default_and_explained() -> None:
     with override_device(HOPPER):
         if os.environ.get("DMA_ATTN_TEST_HOPPER") != "0":
             assert "(hopper kernel)" in explain(q, q, q, impl="triton")
-    with use_hopper(), override_device(HOPPER):
+    with use_native(), override_device(HOPPER):
         text = explain(q, q, q, impl="triton")
         assert "(hopper kernel)" in text and "8-bit" in text and "folded into 128 bytes" in text
         text = explain(q, q, q, impl="triton", config=DMAConfig.preset("paper"))
         assert "(portable kernel)" in text and "paper" in text
-        with use_hopper(False):
+        with use_native(False):
             text = explain(q, q, q, impl="triton")
-            assert "(portable kernel)" in text and "use_hopper(False)" in text
-    with use_hopper(), override_device(replace(HOPPER, triton="3.7.1")):
+            assert "(portable kernel)" in text and "use_native(False)" in text
+    with use_native(), override_device(replace(HOPPER, triton="3.7.1")):
         text = explain(q, q, q, impl="triton")
         assert "hopper" not in device_status("cuda").kernel and "16-bit tensor cores" in text
         assert "(portable kernel)" in text and "3.6 is needed, found 3.7.1" in text
@@ -103,7 +103,7 @@ def compiled(config: str, dims: tuple[int, int], **arguments: object) -> Any:
     """The attention kernel of one call, which must launch nothing of the portable path."""
     q = device_tensor(1, 4, 300, dims[0])
     k, v = device_tensor(1, 2, 300, dims[0]), device_tensor(1, 2, 300, dims[1])
-    with use_hopper(), compile_only(90) as kernels:
+    with use_native(), compile_only(90) as kernels:
         dma_attention(q, k, v, config=DMAConfig.parse(config), impl="triton", **arguments)
     by_name = {kernel.metadata.name: kernel for kernel in kernels}
     assert set(by_name) <= {"statistics_kernel", "combine_kernel", "fold_kv_tma_kernel",
@@ -156,14 +156,14 @@ def test_queries_that_tma_cannot_read() -> None:
     flat = device_tensor(size + 8)
     for q in (flat[1 : 1 + size].view(shape),
               flat.as_strided(shape, (size + 4, 300 * 128, 128, 1))):
-        with use_hopper(), compile_only(90) as kernels:
+        with use_native(), compile_only(90) as kernels:
             dma_attention(q, k, k, config=DMAConfig(high="none"), impl="triton", is_causal=True)
         assert "hopper_kernel" in {kernel.metadata.name for kernel in kernels}
 
 
 def test_no_queries_launch_nothing_for_them() -> None:
     q, k = device_tensor(1, 4, 0, 128), device_tensor(1, 2, 300, 128)
-    with use_hopper(), compile_only(90) as kernels:
+    with use_native(), compile_only(90) as kernels:
         out = dma_attention(q, k, k, impl="triton", is_causal=True)
     assert out.shape == q.shape
     assert not {"fold_q_kernel", "hopper_kernel"} & {k.metadata.name for k in kernels}
@@ -173,7 +173,7 @@ def test_a_new_length_never_recompiles() -> None:
     seen = set()
     for heads, n in ((2, 1000), (16, 1024), (3, 1337)):
         q = device_tensor(1, heads, n, 64)
-        with use_hopper(), compile_only(90) as kernels:
+        with use_native(), compile_only(90) as kernels:
             dma_attention(q, q, q, is_causal=True, impl="triton")
         seen |= {(k.metadata.name, k.hash) for k in kernels}
     assert len(seen) == len({name for name, _ in seen})
@@ -290,7 +290,7 @@ class TestOnHopper:
 
     def test_the_reference_refuses_folded_keys(self) -> None:
         q, k, v = random_qkv(1, (2, 2), (64, 64), 128, device=DEVICE)
-        with use_hopper():
+        with use_native():
             kv = prepare_kv(k, v)
         with pytest.raises(ValueError, match="Hopper"):
             dma_attention_prepared(q, kv, impl="reference")
@@ -303,7 +303,7 @@ class TestOnHopper:
             out = attend(*inside, config, is_causal=True)
             assert torch.equal(out[0], ref[0]) and torch.equal(out[1], ref[1])
             odd = torch.empty(2, 4, 300, 131, dtype=q.dtype, device=DEVICE)[..., :128]
-            with use_hopper():
+            with use_native():
                 kv = prepare_kv(k, v, DMAConfig.parse(config))
                 out = dma_attention_prepared(q, kv, is_causal=True, return_lse=True)
                 assert torch.equal(out[0], ref[0]) and torch.equal(out[1], ref[1])
@@ -323,7 +323,7 @@ class TestOnHopper:
             n = 700 + 300 * (i % 5)
             q, k, v = random_qkv(1, (8, 2), (n, n), 128, seed=i, device=DEVICE)
             config = DMAConfig.parse(CONFIGS[i % len(CONFIGS)])
-            with use_hopper():
+            with use_native():
                 outs.append(dma_attention(q, k, v, is_causal=True, config=config))
                 kv = prepare_kv(k, v, config)
                 refs.append(dma_attention_prepared(q, kv, is_causal=True))
@@ -339,7 +339,7 @@ class TestOnHopper:
         assert len(seconds) == 2
         outs = []
         torch.cuda.synchronize()
-        with use_hopper():
+        with use_native():
             for i, case in enumerate(cases):
                 with torch.cuda.stream(streams[i % 2]):
                     outs.append(dma_attention(*case, is_causal=True))
@@ -354,7 +354,7 @@ class TestOnHopper:
         ref, _ = attend(q, k, v, "default,pv=fp8", is_causal=True)
         out = torch.empty_like(q)
         graph = torch.cuda.CUDAGraph()
-        with use_hopper(), torch.cuda.graph(graph):
+        with use_native(), torch.cuda.graph(graph):
             dma_attention(q, k, v, is_causal=True, config=DMAConfig(pv="fp8"), out=out)
         out.zero_()
         graph.replay()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dma_attn import DMAConfig, dma_attention
-from dma_attn.attention.dispatch import use_hopper
+from dma_attn.attention.dispatch import use_native
 from tests.impls import DEVICE, needs_hopper
 
 pytest.importorskip("triton")
@@ -26,7 +26,7 @@ def test_loops(config: str, tmp_path: Path) -> None:
     """Two launches: one that takes no maxima within its loops, one for what that leaves."""
     n = hopper_call.FIXED_KEYS
     q, k = device_tensor(1, 4, n, 128), device_tensor(1, 2, n, 128)
-    with use_hopper(), compile_only(90) as kernels:
+    with use_native(), compile_only(90) as kernels:
         dma_attention(q, k, k, config=DMAConfig.parse(config), impl="triton", is_causal=True)
     first, second = [x for x in kernels if x.metadata.name == "hopper_kernel"]
     assert second.metadata.launch_pdl and not first.metadata.launch_pdl
@@ -54,7 +54,7 @@ def test_others_take_one_launch(
     """fp16 has too few exponents, FP8 far too few; windows mask every tile; short calls gain less
     than a launch takes."""
     k = device_tensor(1, 1, n, 64, dtype=dtype)
-    with use_hopper(), compile_only(90) as kernels:
+    with use_native(), compile_only(90) as kernels:
         dma_attention(k[:, :, :1], k, k, config=DMAConfig.parse(config), impl="triton",
                       **arguments)  # type: ignore[arg-type]
     assert [x.metadata.name for x in kernels].count("hopper_kernel") == 1
@@ -139,7 +139,7 @@ class TestOnHopper:
         flags = rooms[0][:, :work].view(2, 9, 4, 12)
         assert sorted({tuple(x[2:]) for x in flags.nonzero().tolist()}) == again
         assert flags.sum() == 2 * 7 * 2
-        with mock.patch.object(hopper_call, "FIXED_KEYS", 0), use_hopper():
+        with mock.patch.object(hopper_call, "FIXED_KEYS", 0), use_native():
             dma_attention(q, k, v, is_causal=True, kv_len=ends, config=DMAConfig.parse(config),
                           out=odd)
         assert torch.equal(odd, out)
@@ -174,7 +174,7 @@ class TestOnHopper:
         q += 8
         k[:, :, 4] = 8
         q, k, v = (x.bfloat16() for x in (q, k, v))
-        with mock.patch.object(hopper_call, "FIXED_KEYS", 0), use_hopper():
+        with mock.patch.object(hopper_call, "FIXED_KEYS", 0), use_native():
             for config in ("default,high=none", "default"):
                 arguments = {"is_causal": True, "config": DMAConfig.parse(config)}
                 ref = dma_attention(q, k, v, **arguments)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from dma_attn import DMAConfig, dma_attention
-from dma_attn.attention.dispatch import use_hopper
+from dma_attn.attention.dispatch import use_native
 from dma_attn.attention.kernels import hopper_blocks
 from dma_attn.schedule import key_ranges
 from tests.compiling import compile_only, device_tensor
@@ -57,7 +57,7 @@ def test_runs_begin_where_they_should(config: str, runs: int) -> None:
     """Triton's passes once made every run begin at step 0, and the GPU waited for ever: the loops
     over a run's tiles, in both warpgroups, must not have a constant for their first step."""
     q, k = device_tensor(1, 4, 300, 128), device_tensor(1, 2, 300, 128)
-    with use_hopper(), compile_only(90) as kernels:
+    with use_native(), compile_only(90) as kernels:
         dma_attention(q, k, k, config=DMAConfig.parse(config), impl="triton", is_causal=True)
     (kernel,) = [x for x in kernels if x.metadata.name == "hopper_kernel"]
     loops = re.findall(r"scf\.for %\w+ = (%\w+) to .*iter_args\(.*tensor<64x128xf32",

@@ -38,6 +38,7 @@ BELOW_KERNELS = {
     "attention.prepare",
     KERNELS,
     f"{KERNELS}.tiles",
+    f"{KERNELS}.swizzle",
     f"{KERNELS}.tuning",
     f"{KERNELS}.combine",
     f"{KERNELS}.unpack",

@@ -1,4 +1,6 @@
-"""Which Triton kernel a call takes, by explicit rules: what the Hopper kernel covers.
+"""Which Triton kernel a call takes, by explicit rules: what the Hopper and Blackwell kernels cover.
+
+Hopper:
 
 - Compute capability 9.0 and Triton 3.6, whose Gluon it is written in; float16 and bfloat16; D and
   Dv of 64 or 128.
@@ -10,8 +12,17 @@
   K and the output. Not padding or attention masks, top-left causal, packed sequences.
 - `pv="fp8"` with any V; `pv="fp16"` where V's strides are multiples of 16 bytes.
 
+Blackwell:
+
+- Compute capability 10.x, 12.0 and, with Triton 3.8, 12.1; float16 and bfloat16; D and Dv of 64
+  or 128.
+- Classes of mxfp8, mxfp8_e5m2, mxfp4, nvfp4 and "none", not both "none"; every scale rule and
+  granularity.
+- Full and causal attention, windows, grouped queries, any lengths, `kv_len`, LSE, any strides,
+  `pv` of both kinds. Not padding or attention masks, top-left causal, packed sequences.
+
 Everything else takes the portable kernel. The choice depends on what `prepare_kv` sees, so prepared
-keys serve every `dma_attention_prepared`. `use_hopper(False)` turns the kernel off.
+keys serve every `dma_attention_prepared`. `use_native(False)` turns both off.
 """
 
 from __future__ import annotations
@@ -22,25 +33,32 @@ from collections.abc import Iterator
 import torch
 
 from ..config import DMAConfig
-from ..device import GLUON_TRITON, device_info, fits_tma, hopper_runs
+from ..device import (
+    GLUON_TRITON,
+    SM121_TRITON,
+    blackwell_runs,
+    device_info,
+    fits_tma,
+    hopper_runs,
+)
 from ..quant.rows import Rows
 
 FOLDED = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4")
 HEAD_DIMS = (64, 128)
 
-_hopper = True
+_native = True
 
 
 @contextlib.contextmanager
-def use_hopper(on: bool = True) -> Iterator[None]:
-    """Within, calls that the Hopper kernel covers take it, as they do by default, or (False) none
-    does: what the folded copies cost, and what the kernel gains. Not thread-safe."""
-    global _hopper
-    previous, _hopper = _hopper, on
+def use_native(on: bool = True) -> Iterator[None]:
+    """Within, calls that the GPU's own kernel covers take it, as they do by default, or (False)
+    none does: what folded copies cost, and what the kernel gains. Not thread-safe."""
+    global _native
+    previous, _native = _native, on
     try:
         yield
     finally:
-        _hopper = previous
+        _native = previous
 
 
 def hopper_gap(
@@ -55,28 +73,67 @@ def hopper_gap(
     info = device_info(k.device)
     if info is None or info.capability != (9, 0):
         return "compute capability 9.0 is needed"
-    if not _hopper:
-        return "turned off by use_hopper(False)"
+    if not _native:
+        return "turned off by use_native(False)"
     if not hopper_runs(info):
         return "triton {}.{} is needed, found {}".format(*GLUON_TRITON, info.triton)
+    canonical = config.canonical()
+    if gap := _config_gap(canonical) or _tensor_gap(k, v, rows, masked):
+        return gap
+    if canonical.high == "none" and (canonical.diag or canonical.sink) and not fits_tma(k):
+        return f"K's strides {k.stride()}; 16-bit tiles need multiples of 16 bytes"
+    if config.pv == "fp16" and not fits_tma(v):
+        return f"V's strides {v.stride()}; pv=fp16 needs multiples of 16 bytes"
+    return ""
+
+
+def blackwell_gap(
+    k: torch.Tensor, v: torch.Tensor, config: DMAConfig, rows: Rows, masked: bool
+) -> str:
+    """Why the Blackwell kernel does not cover a call, as `hopper_gap`; "" when it does."""
+    info = device_info(k.device)
+    if info is None or info.capability[0] not in (10, 12):
+        return "compute capability 10.x or 12.x is needed"
+    if not blackwell_runs(info):
+        return "triton {}.{} is needed, found {}".format(*SM121_TRITON, info.triton)
+    if not _native:
+        return "turned off by use_native(False)"
+    if gap := _tensor_gap(k, v, rows, masked):
+        return gap
+    if k.shape[:3].numel() >= 2**31:
+        return f"{k.shape[:3].numel()} keys of all heads; TMA counts to 2^31"
+    canonical = config.canonical()
+    names = {canonical.low}
+    if canonical.diag or canonical.sink:
+        names.add(canonical.high)
+    if uncovered := sorted(names - {*FOLDED, "none"}):
+        return f"format {uncovered[0]}"
+    return "16-bit tiles only" if names == {"none"} else ""
+
+
+def native_kernel(
+    k: torch.Tensor, v: torch.Tensor, config: DMAConfig, rows: Rows, masked: bool
+) -> tuple[str, str]:
+    """"hopper", "blackwell" or "portable", and for the last why it is not the GPU's own kernel."""
+    info = device_info(k.device)
+    if info is not None and info.capability[0] in (10, 12):
+        gap = blackwell_gap(k, v, config, rows, masked)
+        return ("portable", f"not the Blackwell kernel: {gap}") if gap else ("blackwell", "")
+    gap = hopper_gap(k, v, config, rows, masked)
+    return ("portable", f"not the Hopper kernel: {gap}") if gap else ("hopper", "")
+
+
+def _tensor_gap(k: torch.Tensor, v: torch.Tensor, rows: Rows, masked: bool) -> str:
+    """What neither kernel covers, whatever the formats."""
     if k.dtype not in (torch.float16, torch.bfloat16):
         return f"{k.dtype} inputs"
     if k.shape[3] not in HEAD_DIMS or v.shape[3] not in HEAD_DIMS:
         return f"head dims {k.shape[3]} and {v.shape[3]}; 64 and 128 are covered"
     if k.numel() == 0:
         return "no keys"
-    canonical = config.canonical()
-    if gap := _config_gap(canonical):
-        return gap
-    if canonical.high == "none" and (canonical.diag or canonical.sink) and not fits_tma(k):
-        return f"K's strides {k.stride()}; 16-bit tiles need multiples of 16 bytes"
     if masked or rows.valid is not None:
         return "a mask"
-    if rows.cu is not None:
-        return "packed sequences"
-    if config.pv == "fp16" and not fits_tma(v):
-        return f"V's strides {v.stride()}; pv=fp16 needs multiples of 16 bytes"
-    return ""
+    return "packed sequences" if rows.cu is not None else ""
 
 
 def _config_gap(canonical: DMAConfig) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from ..config import DMAConfig
-from ..device import HOPPER_OR, IMPLS, DeviceStatus, device_status
+from ..device import IMPLS, NATIVE, DeviceStatus, device_status
 from ..formats import BlockFormat, check_choice
 from ..quant.rows import Rows
 from ..schedule import TILE, key_ranges
 from . import validate as check
 from .api import check_call
-from .dispatch import hopper_gap
+from .dispatch import native_kernel
 from .prepare import has_high
 
 
@@ -58,17 +58,16 @@ def explain(
     batch, heads, n_q, head_dim = q.shape
     kv_heads, n_kv = k.shape[1:3]
     status = _path(q.device, impl)
-    kernel, reason, hopper = status.kernel, status.reason, False
+    kernel, reason = status.kernel, status.reason
     if status.path == "triton":
         length = kv_len if isinstance(kv_len, torch.Tensor) else None
         rows = Rows(batch, n_kv, length=length, valid=key_padding_mask)
-        gap = hopper_gap(k, v, config, rows, masked=False)
-        hopper = not gap
-        if hopper:
-            kernel, reason = "hopper", f"{reason.partition(':')[0]}: 8-bit tensor cores"
+        kernel, gap = native_kernel(k, v, config, rows, masked=False)
+        where, _, cores = reason.partition(": ")
+        if kernel in NATIVE:
+            reason = f"{where}: {NATIVE[kernel]}"
         else:
-            reason = f"{reason.replace(HOPPER_OR, '')}; not the Hopper kernel: {gap}"
-            kernel = "portable"
+            reason = f"{where}: {cores.rpartition('else ')[2]}; {gap}"
     lines = [
         f"path: {status.path} ({kernel} kernel): {reason}",
         f"config: {config}: high {config.high}, low {config.low}, diag {config.diag}, "
@@ -84,7 +83,7 @@ def explain(
     classes = (canonical.high_format, canonical.low_format) if has_high(canonical) else (
         canonical.low_format,
     )
-    if hopper:
+    if kernel == "hopper":
         copies = [f.name for f in classes if f.quantised]
         lines.append(
             f"copies of Q and K: {' and '.join(copies)}, each folded into {head_dim} bytes a token "

@@ -15,7 +15,7 @@ from ..quant.rows import Rows
 from ..quant.tensor import BlockScaledTensor
 from ..quant.transforms import key_mean, rotate
 from ..schedule import TILE, tile_count
-from .dispatch import hopper_gap
+from .dispatch import blackwell_gap, hopper_gap
 from .types import CallOptions, PreparedKV, mask_floor
 
 FORK_SIZE = 2**24  # elements of Q from which a second stream saves more than it costs the host
@@ -52,6 +52,12 @@ def prepare(
         else:
             mean = key_mean(k, rows.in_use())
     high_copy, low_copy = quantise_operand(k, high, low, rows, config, mean, None, False, triton)
+    swizzled = None
+    if triton and not blackwell_gap(k, v, config, rows, masked):
+        from .kernels.swizzle import swizzle
+
+        swizzled = (None if high_copy is None else swizzle(high_copy.scales),
+                    None if low_copy is None else swizzle(low_copy.scales))
     v_scale = None
     if config.pv == "fp8":
         if triton:
@@ -72,6 +78,7 @@ def prepare(
         k=k if has_raw(config) else None,
         v=v,
         v_scale=v_scale,
+        swizzled=swizzled,
         tensor_layout=tensor_layout,
     )
 

@@ -28,6 +28,8 @@ class PreparedKV:
         v: V itself, a view, or its E4M3 codes (uint8) with `pv="fp8"`; with `folded` these are
             transposed, (B, H_kv, Dv, tiles * 128).
         v_scale: float32 (B, H_kv, 1, Dv) channel scales of FP8 V, or None.
+        swizzled: Block scales of `high` and `low` for the Blackwell kernel (`kernels.swizzle`),
+            which then serves every call; else None.
         folded: Codes and scales of K for the Hopper kernel (`quant.folded`), which then serves
             every call; else None.
         fork: In a call that prepares its own keys for that kernel, room for the codes of Q and the
@@ -46,6 +48,7 @@ class PreparedKV:
     k: torch.Tensor | None
     v: torch.Tensor
     v_scale: torch.Tensor | None
+    swizzled: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
     folded: tuple[torch.Tensor, torch.Tensor] | None = None
     fork: tuple[QueryCodes, torch.cuda.Event] | None = None
     tensor_layout: str = "HND"
@@ -59,7 +62,7 @@ class PreparedKV:
     def nbytes(self) -> int:
         """Bytes of the quantised copies and scales (views of the caller's tensors not counted)."""
         parts = [c.nbytes for c in (self.high, self.low) if c is not None]
-        small = (self.mean, self.v_scale, *(self.folded or ()))
+        small = (self.mean, self.v_scale, *(self.folded or ()), *(self.swizzled or ()))
         parts += [t.numel() * t.element_size() for t in small if t is not None]
         if self.v_scale is not None:
             parts.append(self.v.numel())

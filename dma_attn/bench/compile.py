@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from .. import dma_attention
-from ..attention.dispatch import use_hopper
+from ..attention.dispatch import use_native
 from ..config import DMAConfig
 
 CONFIGS = ("default", "default,pv=fp8", "hopper")
@@ -74,7 +74,7 @@ def first_calls(head_dim: int, text: str, device: str = "cuda") -> dict[str, flo
     def call(length: int, causal: bool, want_lse: bool) -> None:
         q = torch.randn(1, 8, length, head_dim, device=device, dtype=torch.bfloat16)
         k, v = q[:, :2], q[:, 2:4]
-        with use_hopper():
+        with use_native():
             dma_attention(q, k, v, is_causal=causal, config=config, return_lse=want_lse)
         if q.is_cuda:
             torch.cuda.synchronize()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .. import dma_attention
-from ..attention.dispatch import hopper_gap, use_hopper
+from ..attention.dispatch import hopper_gap, use_native
 from ..config import DMAConfig
 from ..quant.rows import Rows
 from ..testing import dense_oracle
@@ -110,12 +110,12 @@ def _own(
     """This library's call, and why the Hopper kernel does not cover it ("" when it does)."""
 
     def attend() -> torch.Tensor:
-        with use_hopper():
+        with use_native():
             out = dma_attention(q, k, v, is_causal=True, config=config)
         assert isinstance(out, torch.Tensor)  # no LSE was asked for
         return out
 
-    with use_hopper():
+    with use_native():
         return attend, hopper_gap(k, v, config, Rows(k.shape[0], k.shape[2]), masked=False)
 
 

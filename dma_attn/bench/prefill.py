@@ -18,7 +18,7 @@ import torch
 
 from .. import dma_attention, prepare_kv
 from ..attention.api import check_call
-from ..attention.dispatch import hopper_gap, use_hopper
+from ..attention.dispatch import hopper_gap, use_native
 from ..attention.prepare import folded_queries
 from ..config import DMAConfig
 from ..quant.rows import Rows
@@ -227,12 +227,12 @@ def _candidates(
     out = torch.empty_like(q)
 
     def whole() -> torch.Tensor:
-        with use_hopper():
+        with use_native():
             dma_attention(q, k, v, is_causal=workload.causal, config=config, out=out)
         return out
 
     yield END_TO_END, whole
-    with use_hopper():
+    with use_native():
         if hopper_gap(k, v, config, Rows(k.shape[0], k.shape[2]), masked=False):
             return
         from ..attention.kernels import hopper_call
@@ -281,7 +281,7 @@ def _gate(
 ) -> None:
     """No time is taken of a wrong result."""
     config = DMAConfig.parse(text)
-    with use_hopper():
+    with use_native():
         rows = Rows(workload.batch, workload.length)
         folded = not hopper_gap(inputs[1], inputs[2], config, rows, masked=False)
     ref, _ = quantised_oracle(*_sample(inputs), config, folded=folded, is_causal=workload.causal)

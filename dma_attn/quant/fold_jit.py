@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device import interpreting
 from .jit import (
+    INTERPRETED,
     abs_bits,
     block,
     constant,
@@ -26,8 +26,6 @@ from .jit import (
     nvfp4_divisor,
     scale_kind,
 )
-
-INTERPRETED = tl.constexpr(interpreting())
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .fold_jit import INTERPRETED, e4m3_code, fold, in_format, int8_codes, reciprocal, tile_max
-from .jit import constant, hadamard, item, rotation_norm, scale_kind, sequence
+from .fold_jit import e4m3_code, fold, in_format, int8_codes, reciprocal, tile_max
+from .jit import INTERPRETED, constant, hadamard, item, rotation_norm, scale_kind, sequence
 from .kernels import common, program_ids
 
 

@@ -2,7 +2,8 @@
 
 They work on a register tile of T tokens x BLOCK_D channels, viewed as (T, N_BLOCKS, BLOCK). All is
 integer or plain fp32 arithmetic with IEEE division, so that the interpreter, every GPU and the
-PyTorch reference agree bit for bit; kernels that call them set enable_fp_fusion=False.
+PyTorch reference agree bit for bit; kernels that call them set enable_fp_fusion=False. Where the
+target converts to a format by an instruction, that is taken: it rounds and saturates alike.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import math
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from .. import formats, schedule
 from ..device import interpreting
 from . import transforms
 
+INTERPRETED = tl.constexpr(interpreting())
 # The interpreter runs plain Python, and refuses to wrap a module that does not import triton.
 key_ranges = schedule.key_ranges if interpreting() else triton.jit(schedule.key_ranges)
 rotation_size = triton.constexpr_function(transforms.hadamard_size)
@@ -211,6 +214,35 @@ def decode_element(code, FORMAT: tl.constexpr):
         return ((code ^ 8) - 8).to(tl.float32)
 
 
+@triton.constexpr_function
+def converts(fmt):
+    """True when the target has an instruction that rounds fp32 to a format's elements: FP8 from
+    sm_89 on, E2M1 on Blackwell (sm_100 to sm_121)."""
+    if INTERPRETED:
+        return False
+    if formats.FORMATS[fmt].element == "e2m1":
+        return cuda_capability_geq(10, 0) and not cuda_capability_geq(13, 0)
+    return formats.FORMATS[fmt].element in ("e4m3", "e5m2") and cuda_capability_geq(8, 9)
+
+
+@triton.jit
+def _convert_e2m1(x):
+    """Codes of fp32 x, which is no NaN: nearest, ties to the even code, saturating."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b8 low, high;
+        .reg .b32 all;
+        cvt.rn.satfinite.e2m1x2.f32 low, $5, $4;
+        cvt.rn.satfinite.e2m1x2.f32 high, $7, $6;
+        mov.b32 all, {low, high, low, high};
+        bfe.u32 $0, all, 0, 4;
+        bfe.u32 $1, all, 4, 4;
+        bfe.u32 $2, all, 8, 4;
+        bfe.u32 $3, all, 12, 4;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r", [x], dtype=tl.int32, is_pure=True, pack=4)
+
+
 @triton.jit
 def encode_e2m1(x):
     """Nearest, ties to the even code, saturating."""
@@ -234,17 +266,22 @@ def encode_e2m1_paper(x):
 @triton.jit
 def encode_fp8(x, FORMAT: tl.constexpr):
     """Nearest even, clamped to the largest finite value; E4M3 (bias 7) or E5M2 (bias 15)."""
-    M: tl.constexpr = mantissa_bits(FORMAT)
-    BIAS: tl.constexpr = 7 if element(FORMAT) == "e4m3" else 15
-    a = tl.minimum(tl.abs(x), element_max(FORMAT))
-    raw = a.to(tl.int32, bitcast=True)
-    rounded = raw + ((1 << (22 - M)) - 1) + ((raw >> (23 - M)) & 1)
-    normal = (rounded >> (23 - M)) - ((127 - BIAS) << M)
-    # Subnormals: adding 2^23 rounds to an integer number of quanta, nearest even.
-    quanta = a * (2.0 ** (BIAS - 1 + M)) + 8388608.0
-    subnormal = quanta.to(tl.int32, bitcast=True) & 0x7FFFFF
-    code = tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal)
-    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    if converts(FORMAT):
+        y = tl.minimum(tl.maximum(x, -element_max(FORMAT)), element_max(FORMAT))
+        y = y.to(tl.float8e4nv) if element(FORMAT) == "e4m3" else y.to(tl.float8e5)
+        return y.to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        M: tl.constexpr = mantissa_bits(FORMAT)
+        BIAS: tl.constexpr = 7 if element(FORMAT) == "e4m3" else 15
+        a = tl.minimum(tl.abs(x), element_max(FORMAT))
+        raw = a.to(tl.int32, bitcast=True)
+        rounded = raw + ((1 << (22 - M)) - 1) + ((raw >> (23 - M)) & 1)
+        normal = (rounded >> (23 - M)) - ((127 - BIAS) << M)
+        # Subnormals: adding 2^23 rounds to an integer number of quanta, nearest even.
+        quanta = a * (2.0 ** (BIAS - 1 + M)) + 8388608.0
+        subnormal = quanta.to(tl.int32, bitcast=True) & 0x7FFFFF
+        code = tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal)
+        return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
 @triton.jit
@@ -254,6 +291,8 @@ def encode_element(x, FORMAT: tl.constexpr, RULE: tl.constexpr):
     if element(FORMAT) == "e2m1":
         if RULE == "paper":
             return encode_e2m1_paper(x)
+        elif converts(FORMAT):
+            return _convert_e2m1(x)
         else:
             return encode_e2m1(x)
     elif element(FORMAT) == "int8":

@@ -33,7 +33,7 @@ from ...quant.jit import (
     item,
     scale_kind,
 )
-from .tiles import has_row_scale
+from .tiles import has_row_scale, product
 from .unpack import elements, nibbles
 
 
@@ -62,14 +62,6 @@ class Spec:
     TURNED: tuple[bool, ...]
     WINDOW: bool
     UPCAST: bool
-
-
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @triton.jit
@@ -113,15 +105,15 @@ def _scores(q, k0, k1, FORMAT: tl.constexpr, UPCAST: tl.constexpr):
     raw0, raw1, turned0, turned1 = q
     zero = tl.zeros([raw0.shape[0], k0.shape[0]], tl.float32)
     if FORMAT == "none":
-        s = _dot(raw0, tl.trans(k0), zero, UPCAST)
-        return _dot(raw1, tl.trans(k1), s, UPCAST)
+        s = product(raw0, tl.trans(k0), zero, UPCAST)
+        return product(raw1, tl.trans(k1), s, UPCAST)
     else:
         hi0 = turned0.to(tl.bfloat16)
         hi1 = turned1.to(tl.bfloat16)
-        s = _dot((turned0 - hi0.to(tl.float32)).to(tl.bfloat16), tl.trans(k0), zero, UPCAST)
-        s = _dot((turned1 - hi1.to(tl.float32)).to(tl.bfloat16), tl.trans(k1), s, UPCAST)
-        s = _dot(hi0, tl.trans(k0), s, UPCAST)
-        return _dot(hi1, tl.trans(k1), s, UPCAST)
+        s = product((turned0 - hi0.to(tl.float32)).to(tl.bfloat16), tl.trans(k0), zero, UPCAST)
+        s = product((turned1 - hi1.to(tl.float32)).to(tl.bfloat16), tl.trans(k1), s, UPCAST)
+        s = product(hi0, tl.trans(k0), s, UPCAST)
+        return product(hi1, tl.trans(k1), s, UPCAST)
 
 
 @triton.jit
@@ -186,8 +178,8 @@ def _attend(q, k, v, plane, sizes, keys, limits, valid_ptr, valid_row, scale, sh
         if has_row_scale(V_FORMAT):
             p *= tl.load(v.row_scales + row, mask=mask_n, other=0.0)[None, :]
         v0, v1 = _halves(v, row, mask_n, DV, HALF_V, V_FORMAT)
-        acc0 = _dot(p.to(v0.dtype), v0, acc0 * decay[:, None], UPCAST)
-        acc1 = _dot(p.to(v1.dtype), v1, acc1 * decay[:, None], UPCAST)
+        acc0 = product(p.to(v0.dtype), v0, acc0 * decay[:, None], UPCAST)
+        acc1 = product(p.to(v1.dtype), v1, acc1 * decay[:, None], UPCAST)
     return acc0, acc1, row_max, row_sum
 
 

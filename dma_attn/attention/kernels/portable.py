@@ -23,19 +23,22 @@ import triton.language as tl
 
 from ...device import interpreting, shared_memory_limit
 from ...formats import LOG2_E
-from ...quant.jit import common_keys, constant, decode_e4m3, item, key_ranges, sequence
+from ...quant.jit import common_keys, item, key_ranges, sequence
 from ...quant.kernels import Strided, quantised, row_arguments, strided
 from ...quant.rows import Rows
 from ..prepare import has_high, operand_span, query_copies, widths
 from ..types import CallOptions, PreparedKV, mask_floor, needs_shift
 from .tiles import (
     has_row_scale,
+    hide,
     key_block,
     load_raw,
     load_row_scale,
     load_tile,
     n_key_blocks,
-    round_e4m3,
+    online_softmax,
+    product,
+    store_result,
 )
 from .tuning import portable_tiles
 
@@ -67,38 +70,6 @@ class Spec:
     WINDOW: bool
     MASK_FLOOR: float
     UPCAST: bool
-
-
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """a @ b + acc in fp32; fp32 operands in three TF32 products."""
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision="tf32x3")
-
-
-@triton.jit
-def _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask_ptr, mask_m, mask_rows,
-          mask_stride, window, SPEC: tl.constexpr):
-    """Scores with hidden keys at -inf; a block that every row sees whole needs no comparison."""
-    if mask_ptr is not None:
-        at = mask_rows[:, None] + pos_n.to(tl.int64)[None, :] * mask_stride
-        bias = tl.load(mask_ptr + at, mask=mask_m[:, None] & mask_n[None, :], other=0)
-        if mask_ptr.dtype.element_ty == tl.int1:
-            scores = tl.where(bias, scores, float("-inf"))
-        else:
-            bias = bias.to(tl.float32)
-            shifted = scores + bias * constant("LOG2_E")
-            scores = tl.where(bias > SPEC.MASK_FLOOR, shifted, float("-inf"))
-    if valid_ptr is not None or (start_n < common[0] or start_n + SPEC.BLOCK_N > common[1]):
-        visible = mask_n[None, :]
-        if SPEC.CAUSAL:
-            visible = visible & (pos_n[None, :] <= pos_m[:, None])
-        if SPEC.WINDOW:
-            visible = visible & (pos_n[None, :] > pos_m[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-    return scores
 
 
 @triton.jit
@@ -142,29 +113,19 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
             k_tile_data = load_raw(k, k_base, row_n, mask_n, D, BLOCK_D)
         else:
             k_tile_data = load_tile(k_copy, row_n, mask_n, D, BLOCK_D, N, FORMAT)
-        scores = _dot(q_tile_data, tl.trans(k_tile_data), tl.zeros([M, N], tl.float32),
-                      UPCAST)
+        scores = product(q_tile_data, tl.trans(k_tile_data), tl.zeros([M, N], tl.float32),
+                         UPCAST)
         scores = scores * row_factor[:, None]
         if has_row_scale(FORMAT):
             k_scale = load_row_scale(k_copy, row_n, k_tile0 + (pos_n >> 7), k_span, mask_n, K_SPAN)
             scores = scores * k_scale[None, :]
         if FORMAT == "none":
             scores = scores - shift[:, None]
-        scores = _hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask_ptr, mask_m,
-                       mask_rows, mask_stride, window, SPEC)
-        # Online softmax
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.math.exp2(scores - base[:, None])
-        decay = tl.math.exp2(row_max - base)
-        row_sum = row_sum * decay + tl.sum(p, 1)
-        acc = acc * decay[:, None]
-        row_max = new_max
+        scores = hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask_ptr, mask_m,
+                      mask_rows, mask_stride, window, SPEC)
         v_tile = load_raw(v, v_base, row_n, mask_n, DV, BLOCK_DV)
-        if v_scale_ptr is not None:
-            v_tile = decode_e4m3(v_tile.to(tl.int32)).to(tl.bfloat16)
-            p = round_e4m3(p * constant("P_FP8_SCALE"))
-        acc = _dot(p.to(v_tile.dtype), v_tile, acc, UPCAST)
+        acc, row_max, row_sum = online_softmax(acc, row_max, row_sum, scores, v_tile,
+                                               v_scale_ptr is not None, False, UPCAST)
     return acc, row_max, row_sum
 
 
@@ -257,20 +218,10 @@ def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, v_scal
     acc, row_max, row_sum = _attend_ranges(
         state, queries, keys, values, masks, (sink_end, diag_lo, diag_hi, hi), bounds, q_low,
         k_low, scale if item(LOW, 0) == "none" else quantised_scale, shift, window, SPEC, LOW)
-    # Store
-    offs_dv = tl.arange(0, BLOCK_DV)
-    blind = row_sum == 0.0  # rows without a visible key: 0 and -inf, whatever q and V hold
-    acc = tl.where(blind[:, None], 0.0, acc * (1.0 / row_sum)[:, None])
-    if v_scale_ptr is not None:
-        v_scale = tl.load(v_scale_ptr + k_span * DV + offs_dv, mask=offs_dv < DV,
-                          other=0.0)
-        acc = acc * (v_scale[None, :] * (1.0 / constant("P_FP8_SCALE")))
-    at = (first_q + i_q)[:, None] * out.strides[2] + offs_dv.to(tl.int64)[None, :] * out.strides[3]
-    tl.store(out.ptr + batch * out.strides[0] + h * out.strides[1] + at,
-             acc.to(out.ptr.dtype.element_ty), mask=mask_m[:, None] & (offs_dv < DV)[None, :])
-    if lse_ptr is not None:
-        lse = (row_max + tl.math.log2(row_sum) + shift) * constant("LN_2")
-        tl.store(lse_ptr + q_row, tl.where(blind, float("-inf"), lse), mask=mask_m)
+    at = out.ptr + batch * out.strides[0] + h * out.strides[1]
+    at += (first_q + i_q)[:, None] * out.strides[2]
+    store_result(acc, row_max, row_sum, shift, at, out.strides[3], lse_ptr, q_row, mask_m,
+                 v_scale_ptr, k_span, DV, BLOCK_DV)
 
 
 def launch(

@@ -1,4 +1,5 @@
-"""The tile vocabulary of the attention kernels: load and decode a tile, round P, map the key loop.
+"""The tile vocabulary of the attention kernels: load and decode a tile, hide keys, a block of the
+online softmax, map the key loop, store the result.
 
 A quantised copy holds codes, block scales and fp32 row scales of B * H * S rows. `load_tile`
 returns the elements times their block scales, exact in bf16 (at most 7 significant bits); a row's
@@ -13,6 +14,7 @@ import triton.language as tl
 from ...quant.jit import (
     bits,
     block,
+    constant,
     decode_e4m3,
     decode_e8m0,
     decode_element,
@@ -87,3 +89,78 @@ def n_key_blocks(lo, gap_lo, gap_hi, hi, BLOCK_N: tl.constexpr):
 def round_e4m3(x):
     """fp32 -> the nearest E4M3 value, in bf16 (exact), by integer arithmetic on every GPU."""
     return decode_e4m3(encode_fp8(x, "mxfp8")).to(tl.bfloat16)
+
+
+@triton.jit
+def product(a, b, acc, UPCAST: tl.constexpr):
+    """a @ b + acc in fp32; fp32 operands in three TF32 products."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask_ptr, mask_m, mask_rows,
+         mask_stride, window, SPEC: tl.constexpr):
+    """Scores with hidden keys at -inf; a block that every row sees whole needs no comparison."""
+    if mask_ptr is not None:
+        at = mask_rows[:, None] + pos_n.to(tl.int64)[None, :] * mask_stride
+        bias = tl.load(mask_ptr + at, mask=mask_m[:, None] & mask_n[None, :], other=0)
+        if mask_ptr.dtype.element_ty == tl.int1:
+            scores = tl.where(bias, scores, float("-inf"))
+        else:
+            bias = bias.to(tl.float32)
+            shifted = scores + bias * constant("LOG2_E")
+            scores = tl.where(bias > SPEC.MASK_FLOOR, shifted, float("-inf"))
+    if valid_ptr is not None or (start_n < common[0] or start_n + SPEC.BLOCK_N > common[1]):
+        visible = mask_n[None, :]
+        if SPEC.CAUSAL:
+            visible = visible & (pos_n[None, :] <= pos_m[:, None])
+        if SPEC.WINDOW:
+            visible = visible & (pos_n[None, :] > pos_m[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def online_softmax(acc, row_max, row_sum, scores, v, V_FP8: tl.constexpr, NATIVE: tl.constexpr,
+                   UPCAST: tl.constexpr):
+    """A block of keys: scores (M, N) in base 2, V (N, BLOCK_DV), raw or E4M3 codes.
+
+    NATIVE: FP8 tensor cores; else P and V are rounded to E4M3 and multiplied in bf16, exactly.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2(scores - base[:, None])
+    decay = tl.math.exp2(row_max - base)
+    row_sum = row_sum * decay + tl.sum(p, 1)
+    acc = acc * decay[:, None]
+    if V_FP8:
+        p = p * constant("P_FP8_SCALE")
+        if NATIVE:
+            v = v.to(tl.float8e4nv, bitcast=True)
+        else:
+            p = round_e4m3(p)
+            v = decode_e4m3(v.to(tl.int32)).to(tl.bfloat16)
+    acc = product(p.to(v.dtype), v, acc, UPCAST)
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def store_result(acc, row_max, row_sum, shift, out, out_stride, lse_ptr, q_row, mask_m, v_scale_ptr,
+                 k_span, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Rows of the output, at pointers `out` (M, 1), and their LSE: 0 and -inf for a row without a
+    visible key, whatever q and V hold."""
+    offs_dv = tl.arange(0, BLOCK_DV)
+    blind = row_sum == 0.0
+    acc = tl.where(blind[:, None], 0.0, acc * (1.0 / row_sum)[:, None])
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + k_span * DV + offs_dv, mask=offs_dv < DV,
+                          other=0.0)
+        acc = acc * (v_scale[None, :] * (1.0 / constant("P_FP8_SCALE")))
+    tl.store(out + offs_dv.to(tl.int64)[None, :] * out_stride, acc.to(out.dtype.element_ty),
+             mask=mask_m[:, None] & (offs_dv < DV)[None, :])
+    if lse_ptr is not None:
+        lse = (row_max + tl.math.log2(row_sum) + shift) * constant("LN_2")
+        tl.store(lse_ptr + q_row, tl.where(blind, float("-inf"), lse), mask=mask_m)

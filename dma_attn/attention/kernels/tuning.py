@@ -39,6 +39,18 @@ def portable_tiles(
     return TileConfig(block_m, block_n, num_warps, stages)
 
 
+def blackwell_tiles(capability: tuple[int, int]) -> TileConfig:
+    """Tile sizes of the Blackwell kernel.
+
+    block_n is the tile of 128 keys whose scales lie together. On 10.x 128 queries fill a tcgen05
+    product, whose scores 8 warps hold in half of their registers. On 12.x, without tensor memory,
+    the accumulators are registers, too: half as many queries.
+    """
+    if capability[0] == 10:
+        return TileConfig(128, 128, 8, 2)
+    return TileConfig(64, 128, 8, 2)
+
+
 def _shared_bytes(block_m: int, block_n: int, width: int, element_bytes: int, stages: int) -> int:
     """Upper estimate: Q once, raw K and V per stage, and the upcast K tile, all `width` wide."""
     return width * element_bytes * (block_m + block_n * (2 * stages + 1))

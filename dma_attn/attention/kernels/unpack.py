@@ -12,10 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...device import interpreting
-from ...quant.jit import decode_element, element
-
-INTERPRETED = tl.constexpr(interpreting())
+from ...quant.jit import INTERPRETED, decode_element, element
 
 _SPREAD = "prmt.b32 a, {x}, 0, 0x4140;\nprmt.b32 b, {x}, 0, 0x4342;\n"
 
