@@ -7,7 +7,13 @@ import re
 import pytest
 import torch
 
-from dma_attn import DMAConfig, dma_attention, dma_attention_varlen, quantize_pair
+from dma_attn import (
+    DMAConfig,
+    MixedKVCache,
+    dma_attention,
+    dma_attention_varlen,
+    quantize_pair,
+)
 
 pytest.importorskip("triton")
 
@@ -42,6 +48,17 @@ def test_default_call_compiles_everywhere(capability):
     assert re.search(product, ptx["_portable_kernel"])
 
 
+@pytest.mark.parametrize("capability", (80, 89, 90, 100, 120))
+def test_fp8_products_of_the_portable_kernel(capability):
+    """P V in E4M3 where FP8 tensor cores take V as it lies."""
+    q, k = device_tensor(1, 4, 300, 128), device_tensor(1, 2, 300, 128)
+    with use_native(False), compile_only(capability) as kernels:
+        dma_attention(q, k, k, config=DMAConfig(pv="fp8"), impl="triton")
+    ptx = check(kernels, capability)["_portable_kernel"]
+    product = r"mma\.sync\S*e4m3\.e4m3|tcgen05\.mma\S*kind::f8f6f4|wgmma\S*e4m3"
+    assert bool(re.search(product, ptx)) == (capability in (89, 100, 120))
+
+
 @pytest.mark.parametrize("capability", TARGETS)
 def test_quantiser_contracts_and_approximates_nothing(capability):
     """Bit rules: IEEE division only, no fused multiply-add, no approximate exponent."""
@@ -66,6 +83,15 @@ def test_conversions_by_the_hardware(capability):
         assert (f"cvt.rn.satfinite.{kind}x2.f32" in ptx) == (capability >= 89)
         e2m1 = capability >= 100 and rule != "paper"
         assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == e2m1
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_appends_to_a_cache(capability):
+    cache = MixedKVCache(2, 2, 128, config=DMAConfig(high="mxfp8", low="nvfp4"))
+    keys = device_tensor(2, 2, 300, 128)
+    with compile_only(capability) as kernels:
+        cache.append(keys, keys, impl="triton")
+    assert list(check(kernels, capability)) == ["advance_kernel", "append_kernel"]
 
 
 @pytest.mark.parametrize("capability", (80, 120))

@@ -10,7 +10,8 @@ One program = BLOCK_M queries of one head; two loops over keys: the high ranges,
 Operands: quantised Q and K as (codes, block scales, fp32 row scales), upcast to bf16 in registers;
 raw Q and K (16- or 32-bit, any strides) where a class is "none"; V raw or E4M3. Online softmax in
 fp32 and base 2. A row whose keys are all hidden gives 0 and LSE -inf. Device needs: 16-bit tensor
-cores; FP8 is decoded by integer arithmetic, so sm_80 runs every format.
+cores; FP8 is decoded by integer arithmetic, so sm_80 runs every format. FP8 tensor cores, where
+`device.fp8_products` finds them, multiply E4M3 P and V.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...device import interpreting, shared_memory_limit
+from ...device import fp8_products, interpreting, shared_memory_limit
 from ...formats import LOG2_E
 from ...quant.jit import common_keys, item, key_ranges, sequence
 from ...quant.kernels import Strided, quantised, row_arguments, strided
@@ -54,6 +55,7 @@ class Spec:
             None where no tile is high.
         CAUSAL, TOP_LEFT, WINDOW: Visibility rules in use.
         MASK_FLOOR: Additive mask values at or below it hide a key.
+        FP8: P V in E4M3 by FP8 tensor cores, else in bf16, which holds the same values.
         UPCAST: fp32 products (the interpreter's bf16 product is wrong).
     """
 
@@ -69,6 +71,7 @@ class Spec:
     TOP_LEFT: bool
     WINDOW: bool
     MASK_FLOOR: float
+    FP8: bool
     UPCAST: bool
 
 
@@ -125,7 +128,7 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
                       mask_rows, mask_stride, window, SPEC)
         v_tile = load_raw(v, v_base, row_n, mask_n, DV, BLOCK_DV)
         acc, row_max, row_sum = online_softmax(acc, row_max, row_sum, scores, v_tile,
-                                               v_scale_ptr is not None, False, UPCAST)
+                                               v_scale_ptr is not None, SPEC.FP8, UPCAST)
     return acc, row_max, row_sum
 
 
@@ -268,6 +271,7 @@ def launch(
         TOP_LEFT=call.top_left,
         WINDOW=call.window > 0,
         MASK_FLOOR=mask_floor(mask.dtype) if mask is not None and mask.is_floating_point() else 0.0,
+        FP8=fp8_products(q.device),
         UPCAST=interpreting(),
     )
     _portable_kernel[(n_blocks * kv.rows.n * heads,)](
