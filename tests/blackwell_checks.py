@@ -9,10 +9,11 @@ import triton
 from torch import Tensor
 
 from dma_attn import DMAConfig, dma_attention, dma_attention_prepared, prepare_kv
+from dma_attn.attention.api import masked_attention
 from dma_attn.attention.dispatch import native_kernel
 from dma_attn.device import DeviceInfo, override_device
 from dma_attn.quant.rows import Rows
-from dma_attn.testing import random_qkv
+from dma_attn.testing import assert_rel_l2, error_budget, random_qkv
 from tests.impls import check_result
 
 BLACKWELL = DeviceInfo("pretended Blackwell", (10, 0), 232448, triton.__version__)
@@ -31,6 +32,7 @@ SHAPES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "one query": ({"heads": (4, 2), "lengths": (1, 129)}, {"is_causal": True}),
     "dims": ({"lengths": (30, 140), "dims": (128, 64)}, {"is_causal": True}),
     "strides": ({"lengths": (40, 260), "dtype": torch.float16}, {"is_causal": True}),
+    "padding": ({"batch": 2, "lengths": (20, 290)}, {"is_causal": True, "pads": [140, 1]}),
     "negative scale": ({"lengths": (40, 140)}, {"scale": -0.2}),
 }
 
@@ -47,6 +49,11 @@ def check_shape(shape: str, config: str, device: str = "cpu") -> None:
         ends = torch.tensor(arguments["kv_len"], dtype=torch.int32, device=device)
         arguments["kv_len"] = ends
         hidden = (torch.arange(k.shape[2], device=device) >= ends[:, None])[:, None, :, None]
+        k, v = k.masked_fill(hidden, math.nan), v.masked_fill(hidden, math.nan)
+    if "pads" in arguments:
+        pads = torch.tensor(arguments.pop("pads"), device=device)
+        arguments["key_padding_mask"] = torch.arange(k.shape[2], device=device) >= pads[:, None]
+        hidden = ~arguments["key_padding_mask"][:, None, :, None]  # type: ignore[index]
         k, v = k.masked_fill(hidden, math.nan), v.masked_fill(hidden, math.nan)
     if "window_size" in arguments:
         k[:, :, :100] = v[:, :, :100] = math.nan
@@ -83,3 +90,17 @@ def _spread(x: Tensor) -> Tensor:
     view = room[:, :, ::2, : x.shape[3]]
     view.copy_(x)
     return view
+
+
+def check_attention_mask(device: str = "cpu") -> None:
+    """An additive mask of one's own, causality by position on top of it left to torch's rule."""
+    q, k, v = random_qkv(1, (2, 1), (40, 150), 64, device=device)
+    mask = torch.randn(1, 2, 40, 150, generator=torch.Generator().manual_seed(0)).to(device)
+    mask[:, :, 3] = -math.inf
+    mask[..., 120:] = -math.inf
+    config = DMAConfig.parse("default,low=mxfp4,smooth_k=false")
+    with override_device(BLACKWELL):
+        out = masked_attention(q, k, v, mask, config=config, impl="triton")
+    ref = masked_attention(q, k, v, mask, config=config, impl="reference")
+    assert not out[:, :, 3].any()  # type: ignore[index]
+    assert_rel_l2(out, ref, 2 * error_budget(config, q.numel()).rel_l2)  # type: ignore[arg-type]

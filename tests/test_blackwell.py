@@ -30,6 +30,7 @@ from tests.blackwell_checks import (
     BLACKWELL,
     E8M0_CONFIGS,
     SHAPES,
+    check_attention_mask,
     check_prepared_and_layouts,
     check_shape,
 )
@@ -45,7 +46,7 @@ def compiled(capability: int, config: str, dim: int, causal: bool) -> Any:
     q, k = device_tensor(1, 4, 300, dim), device_tensor(1, 2, 300, dim)
     with compile_only(capability) as kernels:
         dma_attention(q, k, k, config=DMAConfig.parse(config), is_causal=causal, impl="triton")
-    return next(k for k in kernels if k.metadata.name == "_blackwell_kernel")
+    return next(k for k in kernels if k.metadata.name == "_portable_kernel")
 
 
 def stack(kernel: Any, folder: Path) -> int:
@@ -206,7 +207,7 @@ def test_info_shows_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("words", "change"),
-    [("a mask", {"masked": True}), ("packed", {"rows": Rows(2, 100, cu=torch.tensor([0, 5, 9]))}),
+    [("packed", {"rows": Rows(2, 100, cu=torch.tensor([0, 5, 9]))}),
      ("int8", {"config": DMAConfig.preset("hopper")}), ("int4", {"config": DMAConfig(low="int4")}),
      ("16-bit tiles only", {"config": DMAConfig.preset("off")}), ("float32", {"dtype": "float32"}),
      ("head dims 80", {"dim": 80}), ("no keys", {"keys": 0})],
@@ -217,7 +218,7 @@ def test_what_it_leaves_to_the_portable_kernel(words: str, change: dict[str, Any
     config = change.get("config", DMAConfig())
     rows = change.get("rows", Rows(1, 300))
     with override_device(BLACKWELL):
-        kernel, why = native_kernel(k, k, config, rows, change.get("masked", False))
+        kernel, why = native_kernel(k, k, config, rows, False)
     assert kernel == "portable" and words in why
 
 
@@ -239,3 +240,8 @@ def test_emulated_shapes(shape: str) -> None:
 @needs_gpu
 def test_emulated_prepared_and_layouts() -> None:
     check_prepared_and_layouts("cuda")
+
+
+@needs_gpu
+def test_emulated_attention_mask() -> None:
+    check_attention_mask("cuda")

@@ -39,6 +39,7 @@ BELOW_KERNELS = {
     KERNELS,
     f"{KERNELS}.tiles",
     f"{KERNELS}.swizzle",
+    f"{KERNELS}.blackwell",
     f"{KERNELS}.tuning",
     f"{KERNELS}.combine",
     f"{KERNELS}.unpack",

@@ -364,11 +364,7 @@ def _run(
         if call.return_lse:
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         with device_guard(q.device):
-            if kv.swizzled is not None:
-                from .kernels import blackwell
-
-                blackwell.launch(q, kv, call, target, lse)
-            elif kv.folded is None:
+            if kv.folded is None:
                 from .kernels import portable
 
                 portable.launch(q, kv, call, target, lse)

@@ -18,8 +18,7 @@ Blackwell:
   or 128.
 - Classes of mxfp8, mxfp8_e5m2, mxfp4, nvfp4 and "none", not both "none"; every scale rule and
   granularity.
-- Full and causal attention, windows, grouped queries, any lengths, `kv_len`, LSE, any strides,
-  `pv` of both kinds. Not padding or attention masks, top-left causal, packed sequences.
+- All of what attention can be asked for, but packed sequences.
 
 Everything else takes the portable kernel. The choice depends on what `prepare_kv` sees, so prepared
 keys serve every `dma_attention_prepared`. `use_native(False)` turns both off.
@@ -78,8 +77,10 @@ def hopper_gap(
     if not hopper_runs(info):
         return "triton {}.{} is needed, found {}".format(*GLUON_TRITON, info.triton)
     canonical = config.canonical()
-    if gap := _config_gap(canonical) or _tensor_gap(k, v, rows, masked):
+    if gap := _config_gap(canonical) or _tensor_gap(k, v, rows):
         return gap
+    if masked or rows.valid is not None:
+        return "a mask"
     if canonical.high == "none" and (canonical.diag or canonical.sink) and not fits_tma(k):
         return f"K's strides {k.stride()}; 16-bit tiles need multiples of 16 bytes"
     if config.pv == "fp16" and not fits_tma(v):
@@ -87,9 +88,7 @@ def hopper_gap(
     return ""
 
 
-def blackwell_gap(
-    k: torch.Tensor, v: torch.Tensor, config: DMAConfig, rows: Rows, masked: bool
-) -> str:
+def blackwell_gap(k: torch.Tensor, v: torch.Tensor, config: DMAConfig, rows: Rows) -> str:
     """Why the Blackwell kernel does not cover a call, as `hopper_gap`; "" when it does."""
     info = device_info(k.device)
     if info is None or info.capability[0] not in (10, 12):
@@ -98,7 +97,7 @@ def blackwell_gap(
         return "triton {}.{} is needed, found {}".format(*SM121_TRITON, info.triton)
     if not _native:
         return "turned off by use_native(False)"
-    if gap := _tensor_gap(k, v, rows, masked):
+    if gap := _tensor_gap(k, v, rows):
         return gap
     if k.shape[:3].numel() >= 2**31:
         return f"{k.shape[:3].numel()} keys of all heads; TMA counts to 2^31"
@@ -117,13 +116,13 @@ def native_kernel(
     """"hopper", "blackwell" or "portable", and for the last why it is not the GPU's own kernel."""
     info = device_info(k.device)
     if info is not None and info.capability[0] in (10, 12):
-        gap = blackwell_gap(k, v, config, rows, masked)
+        gap = blackwell_gap(k, v, config, rows)
         return ("portable", f"not the Blackwell kernel: {gap}") if gap else ("blackwell", "")
     gap = hopper_gap(k, v, config, rows, masked)
     return ("portable", f"not the Hopper kernel: {gap}") if gap else ("hopper", "")
 
 
-def _tensor_gap(k: torch.Tensor, v: torch.Tensor, rows: Rows, masked: bool) -> str:
+def _tensor_gap(k: torch.Tensor, v: torch.Tensor, rows: Rows) -> str:
     """What neither kernel covers, whatever the formats."""
     if k.dtype not in (torch.float16, torch.bfloat16):
         return f"{k.dtype} inputs"
@@ -131,8 +130,6 @@ def _tensor_gap(k: torch.Tensor, v: torch.Tensor, rows: Rows, masked: bool) -> s
         return f"head dims {k.shape[3]} and {v.shape[3]}; 64 and 128 are covered"
     if k.numel() == 0:
         return "no keys"
-    if masked or rows.valid is not None:
-        return "a mask"
     return "packed sequences" if rows.cu is not None else ""
 
 

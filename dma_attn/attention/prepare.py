@@ -53,7 +53,7 @@ def prepare(
             mean = key_mean(k, rows.in_use())
     high_copy, low_copy = quantise_operand(k, high, low, rows, config, mean, None, False, triton)
     swizzled = None
-    if triton and not blackwell_gap(k, v, config, rows, masked):
+    if triton and not blackwell_gap(k, v, config, rows):
         from .kernels.swizzle import swizzle
 
         swizzled = (None if high_copy is None else swizzle(high_copy.scales),

@@ -9,6 +9,7 @@ from tests.blackwell_checks import (
     E4M3_CONFIGS,
     E8M0_CONFIGS,
     SHAPES,
+    check_attention_mask,
     check_prepared_and_layouts,
     check_shape,
 )
@@ -29,3 +30,7 @@ def test_shapes(shape: str) -> None:
 
 def test_prepared_and_layouts() -> None:
     check_prepared_and_layouts()
+
+
+def test_attention_mask() -> None:
+    check_attention_mask()

@@ -1,4 +1,5 @@
-"""The portable attention kernel: any GPU from sm_80 on, and the interpreter.
+"""The portable attention kernel: any GPU from sm_80 on, and the interpreter; with block-scaled
+products (`blackwell.py`) the Blackwell kernel.
 
     O = softmax(scale * (Q_class K_class^T) + mask) V    over the ranges of `schedule.key_ranges`
 
@@ -7,11 +8,12 @@
 
 One program = BLOCK_M queries of one head; two loops over keys: the high ranges, then the low ones.
 
-Operands: quantised Q and K as (codes, block scales, fp32 row scales), upcast to bf16 in registers;
-raw Q and K (16- or 32-bit, any strides) where a class is "none"; V raw or E4M3. Online softmax in
-fp32 and base 2. A row whose keys are all hidden gives 0 and LSE -inf. Device needs: 16-bit tensor
-cores; FP8 is decoded by integer arithmetic, so sm_80 runs every format. FP8 tensor cores, where
-`device.fp8_products` finds them, multiply E4M3 P and V.
+Operands: quantised Q and K as (codes, block scales, fp32 row scales), upcast to bf16 in registers
+or, where K comes by TMA, multiplied as they are; raw Q and K (16- or 32-bit, any strides) where a
+class is "none"; V raw or E4M3. Online softmax in fp32 and base 2. A row whose keys are all hidden
+gives 0 and LSE -inf. Device needs: 16-bit tensor cores; FP8 is decoded by integer arithmetic, so
+sm_80 runs every format. FP8 tensor cores, where `device.fp8_products` finds them, multiply E4M3 P
+and V.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ...quant.kernels import Strided, quantised, row_arguments, strided
 from ...quant.rows import Rows
 from ..prepare import has_high, operand_span, query_copies, widths
 from ..types import CallOptions, PreparedKV, mask_floor, needs_shift
+from .blackwell import descriptors, emulated, load_codes, scaled_product
 from .tiles import (
     has_row_scale,
     hide,
@@ -41,7 +44,7 @@ from .tiles import (
     product,
     store_result,
 )
-from .tuning import portable_tiles
+from .tuning import blackwell_tiles, portable_tiles
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Spec:
             None where no tile is high.
         CAUSAL, TOP_LEFT, WINDOW: Visibility rules in use.
         MASK_FLOOR: Additive mask values at or below it hide a key.
+        EMULATED: Kinds of scales that block-scaled products are not given (`blackwell.emulated`).
         FP8: P V in E4M3 by FP8 tensor cores, else in bf16, which holds the same values.
         UPCAST: fp32 products (the interpreter's bf16 product is wrong).
     """
@@ -71,14 +75,18 @@ class Spec:
     TOP_LEFT: bool
     WINDOW: bool
     MASK_FLOOR: float
+    EMULATED: tuple[str, ...]
     FP8: bool
     UPCAST: bool
 
 
 @triton.jit
-def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, k_copy, scale,
-                   shift, window, SPEC: tl.constexpr, CLASS: tl.constexpr):
-    """Online softmax over the keys [lo, gap_lo) and [gap_hi, hi), all of one precision class."""
+def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, k_copy, k_codes,
+                   k_scales, scale, shift, zero, window, SPEC: tl.constexpr, CLASS: tl.constexpr):
+    """Online softmax over the keys [lo, gap_lo) and [gap_hi, hi), all of one precision class.
+
+    k_codes, k_scales: TMA descriptors (`blackwell.descriptors`) for block-scaled products, or None.
+    """
     D: tl.constexpr = SPEC.D
     DV: tl.constexpr = SPEC.DV
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
@@ -99,6 +107,8 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
     row_factor = tl.zeros([M], tl.float32) + scale
     if FORMAT == "none":
         q_tile_data = load_raw(q, q_base, q_raw_row, mask_m, D, BLOCK_D)
+    elif k_codes is not None:
+        q_tile_data, q_scales = load_codes(q_copy, q_row, mask_m, D, FORMAT)
     else:
         q_tile_data = load_tile(q_copy, q_row, mask_m, D, BLOCK_D, M, FORMAT)
     if has_row_scale(FORMAT):
@@ -111,13 +121,19 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
             seen = tl.load(valid_ptr + valid_row + pos_n, mask=mask_n, other=0)
             mask_n = mask_n & (seen != 0)
         row_n = k_row0 + pos_n.to(tl.int64)
-        # Scores, in base 2
-        if FORMAT == "none":
-            k_tile_data = load_raw(k, k_base, row_n, mask_n, D, BLOCK_D)
+        # Scores, in base 2; by TMA come rows that none sees, too, which `hide` takes care of
+        if FORMAT != "none" and k_codes is not None:
+            scores = scaled_product(
+                q_tile_data, q_scales, k_codes.load([(k_row0 + start_n).to(tl.int32), 0]),
+                k_scales.load([0, (k_tile0 + (start_n >> 7)).to(tl.int32), 0, 0, 0]), zero, SPEC,
+                FORMAT)
         else:
-            k_tile_data = load_tile(k_copy, row_n, mask_n, D, BLOCK_D, N, FORMAT)
-        scores = product(q_tile_data, tl.trans(k_tile_data), tl.zeros([M, N], tl.float32),
-                         UPCAST)
+            if FORMAT == "none":
+                k_tile_data = load_raw(k, k_base, row_n, mask_n, D, BLOCK_D)
+            else:
+                k_tile_data = load_tile(k_copy, row_n, mask_n, D, BLOCK_D, N, FORMAT)
+            scores = product(q_tile_data, tl.trans(k_tile_data), tl.zeros([M, N], tl.float32),
+                             UPCAST)
         scores = scores * row_factor[:, None]
         if has_row_scale(FORMAT):
             k_scale = load_row_scale(k_copy, row_n, k_tile0 + (pos_n >> 7), k_span, mask_n, K_SPAN)
@@ -135,10 +151,11 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
 @triton.jit(do_not_specialize=["m_stride_b", "m_stride_h", "m_stride_m", "m_stride_n", "n_blocks",
                                "H_Q", "GROUP", "S_Q", "S_KV", "longest_q", "longest_k", "q_tiles",
                                "k_tiles", "window", "diag", "sink"])
-def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, v_scale_ptr, mean_ptr,
-                     mask_ptr, m_stride_b, m_stride_h, m_stride_m, m_stride_n, cu_q_ptr, row_args,
-                     start_ptr, n_blocks, H_Q, GROUP, S_Q, S_KV, longest_q, longest_k, q_tiles,
-                     k_tiles, scale, quantised_scale, window, diag, sink, SPEC: tl.constexpr):
+def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, high_codes, high_scales,
+                     low_codes, low_scales, v_scale_ptr, mean_ptr, mask_ptr, m_stride_b, m_stride_h,
+                     m_stride_m, m_stride_n, cu_q_ptr, row_args, start_ptr, n_blocks, H_Q, GROUP,
+                     S_Q, S_KV, longest_q, longest_k, q_tiles, k_tiles, scale, quantised_scale,
+                     zero, window, diag, sink, SPEC: tl.constexpr):
     D: tl.constexpr = SPEC.D
     DV: tl.constexpr = SPEC.DV
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
@@ -216,11 +233,12 @@ def _portable_kernel(q, k, v, out, lse_ptr, q_high, q_low, k_high, k_low, v_scal
     if HIGH is not None:
         state = _attend_ranges(
             state, queries, keys, values, masks, (lo, sink_end, diag_lo, diag_hi), bounds, q_high,
-            k_high, scale if item(HIGH, 0) == "none" else quantised_scale, shift, window, SPEC,
-            HIGH)
+            k_high, high_codes, high_scales, scale if item(HIGH, 0) == "none" else quantised_scale,
+            shift, zero, window, SPEC, HIGH)
     acc, row_max, row_sum = _attend_ranges(
         state, queries, keys, values, masks, (sink_end, diag_lo, diag_hi, hi), bounds, q_low,
-        k_low, scale if item(LOW, 0) == "none" else quantised_scale, shift, window, SPEC, LOW)
+        k_low, low_codes, low_scales, scale if item(LOW, 0) == "none" else quantised_scale, shift,
+        zero, window, SPEC, LOW)
     at = out.ptr + batch * out.strides[0] + h * out.strides[1]
     at += (first_q + i_q)[:, None] * out.strides[2]
     store_result(acc, row_max, row_sum, shift, at, out.strides[3], lse_ptr, q_row, mask_m,
@@ -252,9 +270,15 @@ def launch(
     block_d = max(triton.next_power_of_2(head_dim), 32)
     # 32 at least: with a 16-wide V tile the sm_90 product of Triton 3.6 gave wrong results
     block_dv = max(triton.next_power_of_2(value_dim), 32)
-    tiles = portable_tiles(
-        call.longest_q, block_d, block_dv, q.element_size(), shared_memory_limit(q.device)
-    )
+    if kv.swizzled is None:
+        tiles = portable_tiles(
+            call.longest_q, block_d, block_dv, q.element_size(), shared_memory_limit(q.device)
+        )
+        native = [None] * 4
+    else:
+        tiles = blackwell_tiles(q.device)
+        native = [x for copy, scales in zip((kv.high, kv.low), kv.swizzled, strict=True)
+                  for x in descriptors(copy, scales)]
     n_blocks = -(-call.longest_q // tiles.block_m) + 1
     mask = call.mask
     scale = call.scale * LOG2_E
@@ -271,6 +295,7 @@ def launch(
         TOP_LEFT=call.top_left,
         WINDOW=call.window > 0,
         MASK_FLOOR=mask_floor(mask.dtype) if mask is not None and mask.is_floating_point() else 0.0,
+        EMULATED=emulated(),
         FP8=fp8_products(q.device),
         UPCAST=interpreting(),
     )
@@ -284,6 +309,7 @@ def launch(
         quantised(q_low),
         quantised(kv.high),
         quantised(kv.low),
+        *native,
         kv.v_scale,
         kv.mean if needs_shift(kv, lse is not None) else None,
         mask,
@@ -302,6 +328,7 @@ def launch(
         kv.rows.n_tiles(n_kv),
         scale,
         1.0 if kv.config.folds_scale else scale,
+        0.0,
         *widths(kv.config, call, call.longest_q, kv.rows.longest),
         SPEC=spec,
         num_warps=tiles.num_warps,

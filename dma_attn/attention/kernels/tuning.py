@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from ...device import device_info
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -39,16 +43,17 @@ def portable_tiles(
     return TileConfig(block_m, block_n, num_warps, stages)
 
 
-def blackwell_tiles(capability: tuple[int, int]) -> TileConfig:
-    """Tile sizes of the Blackwell kernel.
+def blackwell_tiles(device: torch.device) -> TileConfig:
+    """Tile sizes with block-scaled products.
 
     block_n is the tile of 128 keys whose scales lie together. On 10.x 128 queries fill a tcgen05
     product, whose scores 8 warps hold in half of their registers. On 12.x, without tensor memory,
     the accumulators are registers, too: half as many queries.
     """
-    if capability[0] == 10:
-        return TileConfig(128, 128, 8, 2)
-    return TileConfig(64, 128, 8, 2)
+    info = device_info(device)
+    if info is not None and info.capability[0] == 12:
+        return TileConfig(64, 128, 8, 2)
+    return TileConfig(128, 128, 8, 2)
 
 
 def _shared_bytes(block_m: int, block_n: int, width: int, element_bytes: int, stages: int) -> int:
