@@ -3,7 +3,7 @@
 | compute capability | Triton path |
 |---|---|
 | below 8.0 | refused: no bf16 tensor cores |
-| 8.0, 8.6, 8.7, 8.9 | emulated: the portable kernel, 16-bit tensor cores (8.9: FP8 for E4M3 P V) |
+| 8.0, 8.6, 8.7, 8.9 | emulated: the portable kernel, 16-bit tensor cores on upcast tiles |
 | 9.0 | native for what `attention.dispatch` lists: the Hopper kernel (Triton 3.6); else emulated |
 | 10.0, 10.3, 12.0, 12.1 | native likewise: the Blackwell kernel (12.1: Triton 3.8); else emulated |
 | 11.0, 13.0 and newer | emulated: nothing is known of their tensor cores |
@@ -180,14 +180,6 @@ def blackwell_runs(info: DeviceInfo) -> bool:
     """True when the Blackwell kernel can run: `tl.dot_scaled` has the GPU's instructions."""
     needed = SM121_TRITON if info.capability > (12, 0) else MIN_TRITON
     return info.capability[0] in (10, 12) and _version(info.triton or "") >= needed
-
-
-def fp8_products(device: torch.device | str) -> bool:
-    """True when the portable kernel multiplies E4M3 P and V as they are: mma.sync on 8.9 and 12.x,
-    tcgen05 on 10.x. Not on 9.0, whose wgmma takes only a V that is transposed in memory."""
-    info = device_info(device)
-    return not interpreting() and info is not None and (
-        info.capability == (8, 9) or info.capability[0] in (10, 12))
 
 
 def gluon_runs(info: DeviceInfo) -> bool:

@@ -48,17 +48,6 @@ def test_default_call_compiles_everywhere(capability):
     assert re.search(product, ptx["_portable_kernel"])
 
 
-@pytest.mark.parametrize("capability", (80, 89, 90, 100, 120))
-def test_fp8_products_of_the_portable_kernel(capability):
-    """P V in E4M3 where FP8 tensor cores take V as it lies."""
-    q, k = device_tensor(1, 4, 300, 128), device_tensor(1, 2, 300, 128)
-    with use_native(False), compile_only(capability) as kernels:
-        dma_attention(q, k, k, config=DMAConfig(pv="fp8"), impl="triton")
-    ptx = check(kernels, capability)["_portable_kernel"]
-    product = r"mma\.sync\S*e4m3\.e4m3|tcgen05\.mma\S*kind::f8f6f4|wgmma\S*e4m3"
-    assert bool(re.search(product, ptx)) == (capability in (89, 100, 120))
-
-
 @pytest.mark.parametrize("capability", TARGETS)
 def test_quantiser_contracts_and_approximates_nothing(capability):
     """Bit rules: IEEE division only, no fused multiply-add, no approximate exponent."""

@@ -37,7 +37,7 @@ from dma_attn.integrations.transformers import (
     enable_dma,
     register,
 )
-from dma_attn.integrations.transformers_masks import key_mask, last_key
+from dma_attn.integrations.transformers_masks import is_full, key_mask, last_key
 
 CAUSAL_SAFE = DMAConfig(smooth_k=False)  # K's mean sees future keys; without it causality is exact
 SIZES: dict[str, Any] = {
@@ -477,19 +477,30 @@ def test_masks_read_nothing_on_the_host() -> None:
     assert dma_mask(2, 20, 20, attention_mask=mask, device="meta").shape == (2, 20)
 
 
-def test_a_prompts_mask_without_padding_is_no_mask() -> None:
+def test_a_prompts_mask_without_padding_is_marked() -> None:
     """`generate` always passes one, and the Hopper kernel takes none."""
     ones = torch.ones(2, 20, dtype=torch.bool)
     padded = ones.clone()
     padded[1, :3] = False
-    assert dma_mask(2, 20, 20, attention_mask=ones) is None
-    assert dma_mask(2, 5, 20, q_offset=15, attention_mask=ones) is None
-    assert torch.equal(dma_mask(2, 20, 20, attention_mask=padded), padded)
-    assert dma_mask(2, 5, 20, q_offset=15, attention_mask=padded) is not None
+    assert is_full(dma_mask(2, 20, 20, attention_mask=ones))
+    assert is_full(dma_mask(2, 5, 20, q_offset=15, attention_mask=ones))
+    assert not is_full(dma_mask(2, 20, 20, attention_mask=padded)) and not is_full(None)
+    assert not is_full(dma_mask(2, 5, 20, q_offset=15, attention_mask=padded))
     # one query, a static cache's slots, its offset on the device: not read
-    assert dma_mask(2, 1, 20, q_offset=19, attention_mask=ones) is not None
-    assert dma_mask(2, 5, 32, q_offset=15, attention_mask=ones) is not None
-    assert dma_mask(2, 5, 20, q_offset=torch.tensor(15), attention_mask=ones) is not None
+    assert not is_full(dma_mask(2, 1, 20, q_offset=19, attention_mask=ones))
+    assert not is_full(dma_mask(2, 5, 32, q_offset=15, attention_mask=ones))
+    assert not is_full(dma_mask(2, 5, 20, q_offset=torch.tensor(15), attention_mask=ones))
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_repeated_positions_under_a_mask_are_one_sequence(use_cache: bool) -> None:
+    """Only without a mask do position ids that restart mean packed sequences."""
+    ids = torch.randint(3, 97, (1, 40))
+    positions = torch.arange(20).repeat(2)[None]
+    expected, logits = both(make("llama"), lambda m: m(
+        ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=use_cache
+    ).logits)
+    assert relative(logits, expected) < 1e-5
 
 
 def test_generate_attends_to_its_prompt_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ import torch
 from ..config import DMAConfig
 from ..device import (
     GLUON_TRITON,
+    MIN_TRITON,
     SM121_TRITON,
     blackwell_runs,
     device_info,
@@ -94,7 +95,8 @@ def blackwell_gap(k: torch.Tensor, v: torch.Tensor, config: DMAConfig, rows: Row
     if info is None or info.capability[0] not in (10, 12):
         return "compute capability 10.x or 12.x is needed"
     if not blackwell_runs(info):
-        return "triton {}.{} is needed, found {}".format(*SM121_TRITON, info.triton)
+        needed = SM121_TRITON if info.capability > (12, 0) else MIN_TRITON
+        return "triton {}.{} is needed, found {}".format(*needed, info.triton)
     if not _native:
         return "turned off by use_native(False)"
     if gap := _tensor_gap(k, v, rows):

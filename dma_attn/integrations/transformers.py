@@ -14,9 +14,9 @@ Decode: a call with at most `DECODE_MAX_QUERIES` queries and more keys than quer
 
 Packed sequences: `cu_seq_lens_q/k` as for flash attention, read on the device only. Without them,
 on a prefill without attention mask, transformers (no cache) or this module (with a cache) looks for
-position ids that restart, and the sequences found are kept apart. That look is the only host read,
-once a forward pass; decode steps, calls with an attention mask, torch.compile and CUDA graph
-capture do without it, so give `cu_seq_lens_q/k` there.
+position ids that restart, and the sequences found are kept apart; with one, for padding
+(`transformers_masks`). That look is the only host read, once a forward pass; decode steps,
+torch.compile and CUDA graph capture do without it, so give `cu_seq_lens_q/k` there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..attention.api import masked_attention
 from ..attention.prepare import visible_keys
 from ..cache import dma_attention_with_kvcache
 from .transformers_cache import CachedStates, DMACache, DMALayer
-from .transformers_masks import dma_mask, key_mask, last_key, new_keys, once_a_pass
+from .transformers_masks import dma_mask, is_full, key_mask, last_key, new_keys, once_a_pass
 from .transformers_packing import PACKING, packing
 
 __all__ = ["NAME", "DMACache", "dma_attention_forward", "dma_mask", "enable_dma", "register"]
@@ -220,7 +220,7 @@ def _attend(
         assert isinstance(packed, Tensor)  # no LSE was asked for
         return packed.view(out.shape)
     mask = end = None
-    if attention_mask is not None:
+    if attention_mask is not None and not is_full(attention_mask):
         mask = visible = key_mask(attention_mask, k.shape[0], k.shape[1])
         if causal and q.shape[1] != k.shape[1]:
             end = once_a_pass(attention_mask, module, lambda: last_key(visible))
@@ -264,7 +264,7 @@ def _attend_cached(
         counts = None
         if mask is not None and mask.ndim == 4:
             counts = visible_keys(mask, (*query.shape[:3], new))
-        elif mask is not None:
+        elif mask is not None and not is_full(mask):
             counts = key_mask(mask, key.shape[0], new)
         layer.append(key, value, counts)
         return out
@@ -277,7 +277,7 @@ def _attend_cached(
         )
     assert layer.cache is not None  # it holds tokens
     keys = layer.get_seq_length() + new
-    counts = None if mask is None else new_keys(mask, key.shape[0], keys, new)
+    counts = None if mask is None or is_full(mask) else new_keys(mask, key.shape[0], keys, new)
     result = dma_attention_with_kvcache(
         query,
         layer.cache,

@@ -5,14 +5,15 @@ to every layer. It states which keys may be seen in the smallest form that says 
 
 | mask | meaning |
 |---|---|
-| None | every key slot holds data, nothing is padded: all kernels serve it |
+| None | every key slot holds data, nothing is padded |
 | (B, S_kv) bool | True where a key is written and not padded; causality and window come on top |
 | (B, 1, S) int32 | packed sequences: the number of the sequence that a token belongs to |
 | (B, 1 or H, S_q, S_kv) bool or float | the whole visibility: custom masks, chunks, image blocks |
 
-A prompt's mask without any padding, which `generate` always makes, becomes None: that is read on
-the host, once a forward pass, as transformers' own masks do. Nothing else is, so that CUDA graphs,
-which pass such a mask on as it is, single queries and static caches never wait for the GPU.
+A prompt's mask without any padding, which `generate` always makes, is marked (`is_full`): the
+attention function then needs no mask, and all kernels serve the call. That is read on the host,
+once a forward pass, as transformers' own masks do. Nothing else is, so that CUDA graphs, which pass
+such a mask on as it is, single queries and static caches never wait for the GPU.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def dma_mask(
     if rules.segments is not None:
         return rules.segments.to(torch.int32)[:, None].expand(batch_size, 1, -1)
 
-    visible = None
+    visible, full = None, False
     if attention_mask is not None:
         # generate() hands in masks that this function made before, already cut to the slots: cut
         # from the right then, which gives the same for a mask that starts at token 0
@@ -84,10 +85,9 @@ def dma_mask(
         missing = kv_length - slots.shape[-1]
         visible = nn.functional.pad(slots, (0, missing)).expand(batch_size, -1)
         prompt = q_length > 1 and not isinstance(q_offset, Tensor) and not missing
-        if prompt and not is_traced(slots) and bool(slots.all()):
-            visible = None
+        full = prompt and not is_traced(slots) and bool(slots.all())
     if not rules.causal or kv_length == q_length:
-        return visible
+        return _mark_full(visible) if full and visible is not None else visible
     end = q_offset + q_length - kv_offset
     if visible is None and not isinstance(end, Tensor) and end >= kv_length:
         return None
@@ -99,7 +99,18 @@ def dma_mask(
     marked = (visible & written) | (index == end - 1)
     if not is_traced(marked):
         marked._dma_unmarked = visible  # type: ignore[attr-defined]  # our own, for `new_keys`
-    return marked
+    return _mark_full(marked) if full and end >= kv_length else marked
+
+
+def _mark_full(mask: Tensor) -> Tensor:
+    mask._dma_full = True  # type: ignore[attr-defined]  # our own, for `is_full`
+    return mask
+
+
+def is_full(mask: Tensor | None) -> bool:
+    """True of a mask of `dma_mask` that hides nothing: attention is the same without it. It still
+    says that the user gave a mask, so that nobody looks for packed sequences."""
+    return getattr(mask, "_dma_full", False) is True
 
 
 def key_mask(mask: Tensor, batch: int, keys: int) -> Tensor:

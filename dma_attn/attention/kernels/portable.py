@@ -12,8 +12,7 @@ Operands: quantised Q and K as (codes, block scales, fp32 row scales), upcast to
 or, where K comes by TMA, multiplied as they are; raw Q and K (16- or 32-bit, any strides) where a
 class is "none"; V raw or E4M3. Online softmax in fp32 and base 2. A row whose keys are all hidden
 gives 0 and LSE -inf. Device needs: 16-bit tensor cores; FP8 is decoded by integer arithmetic, so
-sm_80 runs every format. FP8 tensor cores, where `device.fp8_products` finds them, multiply E4M3 P
-and V.
+sm_80 runs every format. Beside block-scaled products E4M3 P and V are multiplied as they are, too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...device import fp8_products, interpreting, shared_memory_limit
+from ...device import interpreting, shared_memory_limit
 from ...formats import LOG2_E
 from ...quant.jit import common_keys, item, key_ranges, sequence
 from ...quant.kernels import Strided, quantised, row_arguments, strided
@@ -296,7 +295,7 @@ def launch(
         WINDOW=call.window > 0,
         MASK_FLOOR=mask_floor(mask.dtype) if mask is not None and mask.is_floating_point() else 0.0,
         EMULATED=emulated(),
-        FP8=fp8_products(q.device),
+        FP8=kv.swizzled is not None and not interpreting(),
         UPCAST=interpreting(),
     )
     _portable_kernel[(n_blocks * kv.rows.n * heads,)](

@@ -128,8 +128,7 @@ def online_softmax(acc, row_max, row_sum, scores, v, V_FP8: tl.constexpr, NATIVE
                    UPCAST: tl.constexpr):
     """A block of keys: scores (M, N) in base 2, V (N, BLOCK_DV), raw or E4M3 codes.
 
-    NATIVE: FP8 tensor cores. Some keep fewer bits than fp32 (about 14 on Ada and Hopper): a block's
-    product is added in fp32. Else P and V are rounded to E4M3 and multiplied in bf16, exactly.
+    NATIVE: FP8 tensor cores; else P and V are rounded to E4M3 and multiplied in bf16, exactly.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -139,7 +138,7 @@ def online_softmax(acc, row_max, row_sum, scores, v, V_FP8: tl.constexpr, NATIVE
     acc = acc * decay[:, None]
     if V_FP8 and NATIVE:
         p = (p * constant("P_FP8_SCALE")).to(tl.float8e4nv)
-        acc += tl.dot(p, v.to(tl.float8e4nv, bitcast=True))
+        acc = tl.dot(p, v.to(tl.float8e4nv, bitcast=True), acc)
     elif V_FP8:
         p = round_e4m3(p * constant("P_FP8_SCALE"))
         v = decode_e4m3(v.to(tl.int32)).to(tl.bfloat16)
