@@ -5,8 +5,8 @@
 Fits one constant to an H200's kernel times at 8k and 16k tokens (D 128, causal) and predicts the
 other lengths, masks and the other head dim, at each row's own clock; then the cycles of a tile's
 parts, and the times of a causal call of 8192 tokens and 32 heads on a B200 and an RTX 5090 by the
-share of high tiles. Exit code 1
-when a prediction is off by more than `--tolerance` percent.
+share of high tiles, with the first configuration's constant. Exit code 1 when a prediction is off
+by more than `--tolerance` percent.
 """
 
 from __future__ import annotations

@@ -177,7 +177,8 @@ def test_every_row_of_the_table(capability: tuple[int, int], kernels: str) -> No
             assert status.kernel == kernels
             first = kernels.split(",")[0]
             assert native_kernel(q, q, DMAConfig(), rows, False)[0] == first
-            assert f"({first} kernel)" in explain(q, q, q, impl="triton")
+            text = explain(q, q, q, impl="triton")
+            assert f"({first} kernel)" in text and ("swizzled" in text) == (first == "blackwell")
             with use_native(False):
                 assert native_kernel(q, q, DMAConfig(), rows, False)[0] == "portable"
 

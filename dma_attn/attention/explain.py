@@ -92,6 +92,8 @@ def explain(
         lines += [f"beside them: {_describe(f, head_dim)}" for f in classes if not f.quantised]
     else:
         lines += [f"copies of Q and K: {_describe(f, head_dim)}" for f in dict.fromkeys(classes)]
+    if kernel == "blackwell":
+        lines.append("beside them: K's block scales once more, swizzled for the tensor cores")
     transforms = [n for n, on in (("K smoothing", config.smooth_k), ("rotation", config.rotate))
                   if on and any(f.quantised for f in classes)]
     lines.append(f"transforms: {', '.join(transforms) or 'none'}")

@@ -1,6 +1,6 @@
 """A cost model of the attention kernels: cycles of an SM for one tile of 128 queries x 128 keys.
 
-    cycles = Q K^T + P V + exp2 + rest      one after the other, as measured on Hopper
+    cycles = Q K^T + P V + exp2 + rest      one after the other, as FP8 P V on Hopper
     cycles = max(Q K^T + P V, exp2)         all overlapped: no kernel can do better
 
 Products are FLOP over the rate of their formats, exp2 is 16 a cycle, `rest` (maxima, sums, masks,

@@ -19,10 +19,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import interpreting
-from ...quant.jit import bits, block, decode_e4m3, decode_e8m0, decode_element, element, scale_kind
+from ...quant.jit import block, element, scale_kind
 from ...quant.tensor import BlockScaledTensor
 from ...schedule import TILE
 from .swizzle import unswizzled
+from .tiles import decoded
 
 TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
 
@@ -30,20 +31,6 @@ TRITON = tuple(int(x) for x in triton.__version__.split(".")[:2])
 @triton.constexpr_function
 def _emulated(fmt, kinds):
     return scale_kind(fmt) in kinds
-
-
-@triton.jit
-def _decoded(codes, scales, D: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr):
-    """Elements times block scales, (R, D) fp32."""
-    code = codes.to(tl.int32)
-    if bits(FORMAT) == 4:
-        x = tl.join(decode_element(code & 15, FORMAT), decode_element(code >> 4, FORMAT))
-    else:
-        x = decode_element(code, FORMAT)
-    scale = scales.to(tl.int32)
-    scale = decode_e8m0(scale) if scale_kind(FORMAT) == "e8m0" else decode_e4m3(scale)
-    BLOCK: tl.constexpr = block(FORMAT, D)
-    return (x.reshape(R, D // BLOCK, BLOCK) * scale[:, :, None]).reshape(R, D)
 
 
 @triton.jit
@@ -55,8 +42,8 @@ def scaled_product(q, q_scales, k, k_tile, zero, SPEC: tl.constexpr, FORMAT: tl.
     N: tl.constexpr = SPEC.BLOCK_N
     k_scales = unswizzled(k_tile, D // block(FORMAT, D))
     if _emulated(FORMAT, SPEC.EMULATED):
-        return tl.dot(_decoded(q, q_scales, D, M, FORMAT),
-                      tl.trans(_decoded(k, k_scales, D, N, FORMAT)), input_precision="ieee")
+        return tl.dot(decoded(q, q_scales, M, D, FORMAT),
+                      tl.trans(decoded(k, k_scales, N, D, FORMAT)), input_precision="ieee")
     else:
         if element(FORMAT) == "e4m3":
             q = q.to(tl.float8e4nv, bitcast=True)
@@ -70,18 +57,6 @@ def scaled_product(q, q_scales, k, k_tile, zero, SPEC: tl.constexpr, FORMAT: tl.
         acc = tl.full([M, N], 1.0, tl.float32) * zero
         return tl.dot_scaled(q, q_scales, element(FORMAT), tl.trans(k), k_scales, element(FORMAT),
                              acc)
-
-
-@triton.jit
-def load_codes(copy, row, mask_m, D: tl.constexpr, FORMAT: tl.constexpr):
-    """Codes (M, bytes) and block scales (M, n) of rows (M,) of a copy; 0 for masked ones."""
-    N_BYTES: tl.constexpr = D * bits(FORMAT) // 8
-    N: tl.constexpr = D // block(FORMAT, D)
-    codes = tl.load(copy.codes + row[:, None] * N_BYTES + tl.arange(0, N_BYTES)[None, :],
-                    mask=mask_m[:, None], other=0)
-    scales = tl.load(copy.scales + row[:, None] * N + tl.arange(0, N)[None, :],
-                     mask=mask_m[:, None], other=0)
-    return codes, scales
 
 
 def emulated() -> tuple[str, ...]:

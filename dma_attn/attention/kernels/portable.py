@@ -30,11 +30,12 @@ from ...quant.kernels import Strided, quantised, row_arguments, strided
 from ...quant.rows import Rows
 from ..prepare import has_high, operand_span, query_copies, widths
 from ..types import CallOptions, PreparedKV, mask_floor, needs_shift
-from .blackwell import descriptors, emulated, load_codes, scaled_product
+from .blackwell import descriptors, emulated, scaled_product
 from .tiles import (
     has_row_scale,
     hide,
     key_block,
+    load_codes,
     load_raw,
     load_row_scale,
     load_tile,
@@ -107,7 +108,7 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
     if FORMAT == "none":
         q_tile_data = load_raw(q, q_base, q_raw_row, mask_m, D, BLOCK_D)
     elif k_codes is not None:
-        q_tile_data, q_scales = load_codes(q_copy, q_row, mask_m, D, FORMAT)
+        q_tile_data, q_scales = load_codes(q_copy, q_row, mask_m, D, BLOCK_D, FORMAT)
     else:
         q_tile_data = load_tile(q_copy, q_row, mask_m, D, BLOCK_D, M, FORMAT)
     if has_row_scale(FORMAT):

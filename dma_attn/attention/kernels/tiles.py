@@ -38,13 +38,28 @@ def load_raw(x, base, row, mask_r, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_tile(copy, row, mask_r, D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
-              FORMAT: tl.constexpr):
-    """Rows `row` (R,) of a quantised copy: (R, BLOCK_D) bf16, padding channels 0."""
+def load_codes(copy, row, mask_r, D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr):
+    """Rows `row` (R,) of a quantised copy: codes (R, bytes) and block scale bytes (R, n), where a
+    format has none the codes again; 0 for hidden rows and padding channels."""
     N_BYTES: tl.constexpr = D * bits(FORMAT) // 8
     offs = tl.arange(0, BLOCK_D * bits(FORMAT) // 8)
-    code = tl.load(copy.codes + row[:, None] * N_BYTES + offs[None, :],
-                   mask=mask_r[:, None] & (offs < N_BYTES)[None, :], other=0).to(tl.int32)
+    codes = tl.load(copy.codes + row[:, None] * N_BYTES + offs[None, :],
+                    mask=mask_r[:, None] & (offs < N_BYTES)[None, :], other=0)
+    if scale_kind(FORMAT) == "fp32":
+        return codes, codes
+    else:
+        BLOCK: tl.constexpr = block(FORMAT, BLOCK_D)
+        N: tl.constexpr = (D + BLOCK - 1) // BLOCK
+        offs_n = tl.arange(0, BLOCK_D // BLOCK)
+        scales = tl.load(copy.scales + row[:, None] * N + offs_n[None, :],
+                         mask=mask_r[:, None] & (offs_n < N)[None, :], other=0)
+        return codes, scales
+
+
+@triton.jit
+def decoded(codes, scales, R: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr):
+    """What `load_codes` gives as elements times their block scales, (R, BLOCK_D) fp32."""
+    code = codes.to(tl.int32)
     if bits(FORMAT) == 4:
         x = tl.join(decode_element(code & 15, FORMAT), decode_element(code >> 4, FORMAT))
         x = x.reshape(R, BLOCK_D)
@@ -52,13 +67,18 @@ def load_tile(copy, row, mask_r, D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.c
         x = decode_element(code, FORMAT)
     if scale_kind(FORMAT) != "fp32":
         BLOCK: tl.constexpr = block(FORMAT, BLOCK_D)
-        N: tl.constexpr = (D + BLOCK - 1) // BLOCK
-        offs_n = tl.arange(0, BLOCK_D // BLOCK)
-        byte = tl.load(copy.scales + row[:, None] * N + offs_n[None, :],
-                       mask=mask_r[:, None] & (offs_n < N)[None, :], other=0).to(tl.int32)
+        byte = scales.to(tl.int32)
         scale = decode_e8m0(byte) if scale_kind(FORMAT) == "e8m0" else decode_e4m3(byte)
         x = (x.reshape(R, BLOCK_D // BLOCK, BLOCK) * scale[:, :, None]).reshape(R, BLOCK_D)
-    return x.to(tl.bfloat16)
+    return x
+
+
+@triton.jit
+def load_tile(copy, row, mask_r, D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
+              FORMAT: tl.constexpr):
+    """Rows `row` (R,) of a quantised copy: (R, BLOCK_D) bf16, padding channels 0."""
+    codes, scales = load_codes(copy, row, mask_r, D, BLOCK_D, FORMAT)
+    return decoded(codes, scales, R, BLOCK_D, FORMAT).to(tl.bfloat16)
 
 
 @triton.jit
