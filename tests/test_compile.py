@@ -75,11 +75,25 @@ def test_conversions_by_the_hardware(capability):
 
 
 @pytest.mark.parametrize("capability", TARGETS)
-def test_appends_to_a_cache(capability):
-    cache = MixedKVCache(2, 2, 128, config=DMAConfig(high="mxfp8", low="nvfp4"))
-    keys = device_tensor(2, 2, 300, 128)
+def test_no_tile_is_too_small_for_a_conversion(capability):
+    """Block scales are encoded, too, and of a narrow head they are fewer than threads."""
+    for head_dim in (8, 16, 256):
+        with compile_only(capability) as kernels:
+            for length in (1, 300):
+                x = device_tensor(1, 1, length, head_dim)
+                quantize_pair(x, "mxfp8", "nvfp4", impl="triton")
+                quantize_pair(x, "mxfp8_e5m2", "mxfp4", impl="triton")
+        check(kernels, capability)
+
+
+@pytest.mark.parametrize("head_dim", (8, 128, 256))
+@pytest.mark.parametrize("capability", TARGETS)
+def test_appends_to_a_cache(capability, head_dim):
+    cache = MixedKVCache(2, 2, head_dim, config=DMAConfig(high="mxfp8", low="nvfp4"))
     with compile_only(capability) as kernels:
-        cache.append(keys, keys, impl="triton")
+        for length in (300, 1):
+            keys = device_tensor(2, 2, length, head_dim)
+            cache.append(keys, keys, impl="triton")
     assert list(check(kernels, capability)) == ["advance_kernel", "append_kernel"]
 
 

@@ -215,32 +215,37 @@ def decode_element(code, FORMAT: tl.constexpr):
 
 
 @triton.constexpr_function
-def converts(fmt):
+def converts(fmt, numel):
     """True when the target has an instruction that rounds fp32 to a format's elements: FP8 from
-    sm_89 on, E2M1 on Blackwell (sm_100 to sm_121)."""
-    if INTERPRETED:
+    sm_89 on, E2M1 on Blackwell (sm_100 to sm_121). It takes four elements of a thread, which a
+    tensor of `numel` has for sure when its up to 16 warps get them."""
+    if INTERPRETED or numel < 4 * 16 * 32:
         return False
     if formats.FORMATS[fmt].element == "e2m1":
         return cuda_capability_geq(10, 0) and not cuda_capability_geq(13, 0)
     return formats.FORMATS[fmt].element in ("e4m3", "e5m2") and cuda_capability_geq(8, 9)
 
 
+@triton.constexpr_function
+def _conversion(fmt):
+    bits = formats.FORMATS[fmt].bits
+    pair = f"{{.reg .b{2 * bits} low, high; .reg .b32 all;"
+    for half, first in (("low", 4), ("high", 6)):
+        to = formats.FORMATS[fmt].element
+        pair += f"cvt.rn.satfinite.{to}x2.f32 {half}, ${first + 1}, ${first};"
+    both = "{low, high}" if bits == 8 else "{low, high, low, high}"
+    fields = "".join(f"bfe.u32 ${i}, all, {i * bits}, {bits};" for i in range(4))
+    return f"{pair} mov.b32 all, {both}; {fields}}}"
+
+
 @triton.jit
-def _convert_e2m1(x):
-    """Codes of fp32 x, which is no NaN: nearest, ties to the even code, saturating."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b8 low, high;
-        .reg .b32 all;
-        cvt.rn.satfinite.e2m1x2.f32 low, $5, $4;
-        cvt.rn.satfinite.e2m1x2.f32 high, $7, $6;
-        mov.b32 all, {low, high, low, high};
-        bfe.u32 $0, all, 0, 4;
-        bfe.u32 $1, all, 4, 4;
-        bfe.u32 $2, all, 8, 4;
-        bfe.u32 $3, all, 12, 4;
-        }""",
-        "=r,=r,=r,=r,r,r,r,r", [x], dtype=tl.int32, is_pure=True, pack=4)
+def _convert(x, FORMAT: tl.constexpr):
+    """Codes of fp32 x by the hardware: nearest, ties to the even code, saturating.
+
+    Not `x.to(tl.float8e4nv)`: as ptxas 12.8 joins its 16-bit pairs, some decode wrongly afterwards.
+    """
+    return tl.inline_asm_elementwise(_conversion(FORMAT), "=r,=r,=r,=r,r,r,r,r", [x],
+                                     dtype=tl.int32, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -266,10 +271,8 @@ def encode_e2m1_paper(x):
 @triton.jit
 def encode_fp8(x, FORMAT: tl.constexpr):
     """Nearest even, clamped to the largest finite value; E4M3 (bias 7) or E5M2 (bias 15)."""
-    if converts(FORMAT):
-        y = tl.minimum(tl.maximum(x, -element_max(FORMAT)), element_max(FORMAT))
-        y = y.to(tl.float8e4nv) if element(FORMAT) == "e4m3" else y.to(tl.float8e5)
-        return y.to(tl.uint8, bitcast=True).to(tl.int32)
+    if converts(FORMAT, x.numel):
+        return _convert(x, FORMAT)
     else:
         M: tl.constexpr = mantissa_bits(FORMAT)
         BIAS: tl.constexpr = 7 if element(FORMAT) == "e4m3" else 15
@@ -291,8 +294,8 @@ def encode_element(x, FORMAT: tl.constexpr, RULE: tl.constexpr):
     if element(FORMAT) == "e2m1":
         if RULE == "paper":
             return encode_e2m1_paper(x)
-        elif converts(FORMAT):
-            return _convert_e2m1(x)
+        elif converts(FORMAT, x.numel):
+            return _convert(x, FORMAT)
         else:
             return encode_e2m1(x)
     elif element(FORMAT) == "int8":
