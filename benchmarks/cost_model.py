@@ -35,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0],
                                      epilog="Example: python benchmarks/cost_model.py prefill.csv")
     parser.add_argument("files", nargs="+", type=Path, help="CSV files of `dma-attn bench prefill`")
-    parser.add_argument("--config", nargs="+", default=["default,pv=fp8", "hopper"])
+    parser.add_argument("--config", nargs="+", default=["default,pv=fp8", "hopper", "default"])
     parser.add_argument("--tolerance", type=float, default=20.0, help="in percent")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/model"))
     options = parser.parse_args()

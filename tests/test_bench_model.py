@@ -59,11 +59,16 @@ def test_calibration_sees_what_it_is_given() -> None:
     assert [p.fitted for p in found] == [True, True, False, False]
     assert [p.error for p in found] == pytest.approx(
         [100 * (m / c - 1) for m, c in ((2250, 2300), (2250, 2200), (2250, 2500), (1738, 900))])
-    with pytest.raises(ValueError, match="default"):
-        calibrate(rows, "default")
+    # 16-bit P V passes under exp2 and the rest, or they under it
+    sixteen = [(work, "default", ms, mhz) for work, _, ms, mhz in rows]
+    rest, found = calibrate(sixteen, "default")
+    assert rest == pytest.approx(2250 - 1024) and found[3].modelled == pytest.approx(2250)
+    assert tile(H200, DMAConfig(), False, 128).cycles(100.0, under=True) == 512 + 1024
+    with pytest.raises(ValueError, match="nvfp4"):
+        calibrate(rows, "nvfp4")
 
 
-@pytest.mark.parametrize("config", ["default,pv=fp8", "hopper"])
+@pytest.mark.parametrize("config", ["default,pv=fp8", "hopper", "default"])
 def test_the_h200_within_a_fifth(config: str) -> None:
     """Fitted at 8k and 16k: 32k, 64k, full attention and the other head dim."""
     _, found = calibrate([row for file in FILES for row in kernel_rows(file)], config)

@@ -1,12 +1,14 @@
 """A cost model of the attention kernels: cycles of an SM for one tile of 128 queries x 128 keys.
 
-    cycles = Q K^T + P V + exp2 + rest      one after the other, as FP8 P V on Hopper
-    cycles = max(Q K^T + P V, exp2)         all overlapped: no kernel can do better
+    cycles = Q K^T + P V + exp2 + rest          one after the other: FP8 P V on Hopper
+    cycles = max(Q K^T + P V, exp2 + rest)      products under the softmax: 16-bit P V there
+    cycles = max(Q K^T + P V, exp2)             all overlapped: no kernel can do better
 
 Products are FLOP over the rate of their formats, exp2 is 16 a cycle, `rest` (maxima, sums, masks,
-synchronisation) is fitted to a GPU's measured times. `bytes` are what a tile reads through the L2.
-Rates are the vendors' dense ones (NVIDIA H100, Blackwell architecture and RTX Blackwell
-whitepapers), divided by SMs and boost clock.
+synchronisation) is fitted to a GPU's measured times. On Hopper bf16 P V keeps the first tile's
+maxima: its products wait for no rescaling, and pass under the other warpgroup's exponentials.
+`bytes` are what a tile reads through the L2. Rates are the vendors' dense ones (NVIDIA H100,
+Blackwell architecture and RTX Blackwell whitepapers), divided by SMs and boost clock.
 """
 
 from __future__ import annotations
@@ -53,10 +55,12 @@ class Tile:
     exp2: float
     bytes: int
 
-    def cycles(self, rest: float | None) -> float:
-        """One part after the other and `rest`; None: overlapped."""
+    def cycles(self, rest: float | None, under: bool = False) -> float:
+        """One part after the other and `rest`, or products under the others; None: overlapped."""
         products = self.scores + self.values
-        return max(products, self.exp2) if rest is None else products + self.exp2 + rest
+        if rest is None or under:
+            return max(products, self.exp2 + (rest or 0.0))
+        return products + self.exp2 + rest
 
 
 def tile(gpu: Gpu, config: DMAConfig, high: bool, head_dim: int) -> Tile:
@@ -106,7 +110,7 @@ class Prediction:
 def calibrate(
     rows: Iterable[tuple[Workload, str, float, float]], config: str, gpu: Gpu = H200
 ) -> tuple[float, list[Prediction]]:
-    """Fit `rest` to a configuration's kernel times at 8k and 16k (D 128, causal), predict the rest.
+    """Fit `rest` to a configuration's kernel times at 8k and 16k (D 128, causal), predict all.
 
     Args:
         rows: Workload, configuration, ms and MHz of its kernel in `dma-attn bench prefill`.
@@ -115,6 +119,7 @@ def calibrate(
         ValueError: the rows to be fitted are missing.
     """
     parsed = DMAConfig.parse(config)
+    under = parsed.pv != "fp8"
     found = []
     for work, name, ms, mhz in rows:
         if name != config:
@@ -125,8 +130,9 @@ def calibrate(
         found.append((str(work), ms, cycles, tile(gpu, parsed, False, work.head_dim), used))
     if sum(used for *_, used in found) < len(FITTED):
         raise ValueError(f"expected kernel times of {config} at {FITTED} tokens, got none")
-    rest = fmean(cycles - part.cycles(0.0) for _, _, cycles, part, used in found if used)
-    return rest, [Prediction(workload, config, ms, cycles, part.cycles(rest), used)
+    rest = fmean(cycles - part.exp2 - (0.0 if under else part.scores + part.values)
+                 for _, _, cycles, part, used in found if used)
+    return rest, [Prediction(workload, config, ms, cycles, part.cycles(rest, under), used)
                   for workload, ms, cycles, part, used in found]
 
 

@@ -242,7 +242,8 @@ def _conversion(fmt):
 def _convert(x, FORMAT: tl.constexpr):
     """Codes of fp32 x by the hardware: nearest, ties to the even code, saturating.
 
-    Not `x.to(tl.float8e4nv)`: as ptxas 12.8 joins its 16-bit pairs, some decode wrongly afterwards.
+    Not `x.to(tl.float8e4nv)`: ptxas 12.8 joins its pairs, and of codes that are used again some are
+    garbage.
     """
     return tl.inline_asm_elementwise(_conversion(FORMAT), "=r,=r,=r,=r,r,r,r,r", [x],
                                      dtype=tl.int32, is_pure=True, pack=4)
