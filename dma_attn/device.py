@@ -3,7 +3,8 @@
 | compute capability | Triton path |
 |---|---|
 | below 8.0 | refused: no bf16 tensor cores |
-| 8.0, 8.6, 8.7, 8.9 | emulated: the portable kernel, 16-bit tensor cores on upcast tiles |
+| 8.0, 8.6, 8.7 | emulated: the portable kernel, 16-bit tensor cores on upcast tiles |
+| 8.9 | emulated likewise, but for E4M3 P V of 16-bit calls: FP8 tensor cores |
 | 9.0 | native for what `attention.dispatch` lists: the Hopper kernel (Triton 3.6); else emulated |
 | 10.0, 10.3, 12.0, 12.1 | native likewise: the Blackwell kernel (12.1: Triton 3.8); else emulated |
 | 11.0, 13.0 and newer | emulated: nothing is known of their tensor cores |
@@ -41,6 +42,7 @@ IMPLS = ("auto", "reference", "triton")
 MIN_CAPABILITY = (8, 0)
 MIN_TRITON = (3, 6)
 SM121_TRITON = (3, 8)  # 3.6 and 3.7 upcast 12.1's block-scaled products, or fail to compile them
+FP8_VALUES = (8, 9)  # where the portable kernel multiplies E4M3 P and V by FP8 tensor cores
 GLUON_TRITON = (3, 6)  # Gluon, which the Hopper kernel is written in, is experimental
 
 
@@ -149,6 +151,8 @@ def _gpu_status(info: DeviceInfo, amd: bool) -> DeviceStatus:
             f"{where}: the kernels need compute capability 8.0 or newer; use impl='reference'",
         )
     portable = "16-bit tensor cores on upcast tiles"
+    if info.capability == FP8_VALUES:
+        portable += ", FP8 ones for E4M3 P V"
     for kernel, runs in (("hopper", hopper_runs), ("blackwell", blackwell_runs)):
         if runs(info):
             first = NATIVE_OR.format(NATIVE[kernel])

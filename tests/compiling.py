@@ -7,8 +7,10 @@ A stand-in driver answers Triton's questions about the device and each launch be
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -62,9 +65,42 @@ def compile_only(capability: int) -> Iterator[list[Any]]:
         driver._active = previous
 
 
+@contextlib.contextmanager
+def as_older_gpu(capability: int) -> Iterator[None]:
+    """Within, kernels are compiled to the PTX of an older GPU, which ptxas assembles for the one
+    that is here, and the library sees that older GPU and its shared memory: its code runs.
+
+    Instructions keep their meaning between GPUs (PTX ISA, `.target`), times do not.
+    """
+    real = torch.cuda.get_device_capability()
+    if divmod(capability, 10) > real:
+        raise ValueError(f"expected a GPU of capability {capability} or newer, got {real}")
+    make_cubin = CUDABackend.make_cubin
+
+    def assemble(self: CUDABackend, src: Any, metadata: Any, options: Any, arch: int) -> bytes:
+        here = real[0] * 10 + real[1] if arch == capability else arch
+        return make_cubin(self, src, metadata, options, here)
+
+    target = GPUTarget("cuda", capability, 32)
+    info = DeviceInfo(f"{torch.cuda.get_device_name()} as an older GPU", divmod(capability, 10),
+                      SHARED_MEMORY[capability], triton.__version__)
+    cache = Path(tempfile.gettempdir()) / f"dma_attn_{capability}_on_{real[0]}{real[1]}"
+    with (mock.patch.object(type(driver.active), "get_current_target", lambda _: target),
+          mock.patch.object(CUDABackend, "make_cubin", assemble),
+          mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(cache)), override_device(info)):
+        yield
+
+
 def device_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A CPU tensor that stands for one on the device."""
     return torch.zeros(*shape, dtype=dtype)
+
+
+def check_fp8_products(kernel: Any) -> int:
+    """FP8 products of `mma.sync` begin at zero: fp32 adds what they give. Returns how many."""
+    found = re.findall(r"= tt\.dot %\w+, %\w+, %(\w+),.*f8E4M3FN", kernel.asm["ttgir"])
+    assert all(name.startswith("cst") for name in found), found
+    return len(found)
 
 
 def machine_code(kernel: Any, folder: Path) -> str:

@@ -34,10 +34,10 @@ from tests.blackwell_checks import (
     check_prepared_and_layouts,
     check_shape,
 )
-from tests.compiling import SHARED_MEMORY, compile_only, device_tensor
+from tests.compiling import SHARED_MEMORY, check_fp8_products, compile_only, device_tensor
 from tests.impls import needs_gpu
 
-STACK = 160  # bytes of local memory a thread, the most that spills may take
+STACK = 48  # bytes of local memory a thread, the most that spills may take
 TMEM_COLUMNS = 512
 
 
@@ -101,7 +101,8 @@ def test_tcgen05_of_16_bit_tiles(dim: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "scales"),
     [("default", "scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3"),
-     ("default,low=mxfp4,pv=fp8", "scale_vec::2X.f32.e2m1.e2m1.f32.ue8m0")],
+     ("default,low=mxfp4,pv=fp8", "scale_vec::2X.f32.e2m1.e2m1.f32.ue8m0"),
+     ("default,pv=fp8", "scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3")],
 )
 def test_mma_sync_with_block_scales(
     config: str, scales: str, dim: int, causal: bool, tmp_path: Path
@@ -112,6 +113,7 @@ def test_mma_sync_with_block_scales(
     assert re.search(rf"mma\.sync\S*m16n8k64\S*mxf4nvf4\.block_scale\.{re.escape(scales)}", ptx)
     values = r"e4m3\.e4m3\.f32\s" if "fp8" in config else r"bf16\.bf16"
     assert re.search(rf"mma\.sync\S*{values}", ptx)
+    check_fp8_products(kernel)
     check_resources(kernel, 120, tmp_path)
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from dma_attn.attention.api import masked_attention
 from dma_attn.attention.dispatch import use_native
-from tests.compiling import SHARED_MEMORY, compile_only, device_tensor
+from tests.compiling import SHARED_MEMORY, check_fp8_products, compile_only, device_tensor
 
 TARGETS = (80, 90, 100, 120)
 
@@ -113,6 +113,20 @@ def test_packed_sequences_and_fp8_values_compile():
     with compile_only(90) as kernels:
         dma_attention_varlen(q, q, q, cu, cu, 200, 200, config=config, impl="triton")
     assert "_v_fp8_kernel" in check(kernels, 90)
+
+
+@pytest.mark.parametrize("capability", (80, 89, 90))
+def test_fp8_values_without_block_scales(capability):
+    """FP8 tensor cores on 8.9, for 16-bit operands of up to 128 dims; never its short sums alone."""
+    for dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (64, torch.float32),
+                       (256, torch.bfloat16)):
+        q = device_tensor(1, 2, 300, dim, dtype=dtype)
+        with use_native(False), compile_only(capability) as kernels:
+            dma_attention(q, q, q, config=DMAConfig(pv="fp8"), is_causal=True, impl="triton")
+        check(kernels, capability)
+        (kernel,) = [x for x in kernels if x.metadata.name == "_portable_kernel"]
+        native = capability == 89 and dtype != torch.float32 and dim <= 128
+        assert check_fp8_products(kernel) == (2 if native else 0), (dim, dtype)
 
 
 def test_a_new_length_never_recompiles():

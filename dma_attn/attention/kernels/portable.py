@@ -12,7 +12,8 @@ Operands: quantised Q and K as (codes, block scales, fp32 row scales), upcast to
 or, where K comes by TMA, multiplied as they are; raw Q and K (16- or 32-bit, any strides) where a
 class is "none"; V raw or E4M3. Online softmax in fp32 and base 2. A row whose keys are all hidden
 gives 0 and LSE -inf. Device needs: 16-bit tensor cores; FP8 is decoded by integer arithmetic, so
-sm_80 runs every format. Beside block-scaled products E4M3 P and V are multiplied as they are, too.
+sm_80 runs every format. Beside block-scaled products, and on 8.9, E4M3 P and V are multiplied as
+they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...device import interpreting, shared_memory_limit
+from ...device import FP8_VALUES, device_info, interpreting, shared_memory_limit
 from ...formats import LOG2_E
 from ...quant.jit import common_keys, item, key_ranges, sequence
 from ...quant.kernels import Strided, quantised, row_arguments, strided
@@ -60,6 +61,7 @@ class Spec:
         MASK_FLOOR: Additive mask values at or below it hide a key.
         EMULATED: Kinds of scales that block-scaled products are not given (`blackwell.emulated`).
         FP8: P V in E4M3 by FP8 tensor cores, else in bf16, which holds the same values.
+        MERGE: They sum a block of keys; fp32 adds what blocks give.
         UPCAST: fp32 products (the interpreter's bf16 product is wrong).
     """
 
@@ -77,6 +79,7 @@ class Spec:
     MASK_FLOOR: float
     EMULATED: tuple[str, ...]
     FP8: bool
+    MERGE: bool
     UPCAST: bool
 
 
@@ -144,7 +147,8 @@ def _attend_ranges(state, queries, keys, values, masks, ranges, bounds, q_copy, 
                       mask_rows, mask_stride, window, SPEC)
         v_tile = load_raw(v, v_base, row_n, mask_n, DV, BLOCK_DV)
         acc, row_max, row_sum = online_softmax(acc, row_max, row_sum, scores, v_tile,
-                                               v_scale_ptr is not None, SPEC.FP8, UPCAST)
+                                               v_scale_ptr is not None, SPEC.FP8, SPEC.MERGE,
+                                               UPCAST)
     return acc, row_max, row_sum
 
 
@@ -270,13 +274,15 @@ def launch(
     block_d = max(triton.next_power_of_2(head_dim), 32)
     # 32 at least: with a 16-wide V tile the sm_90 product of Triton 3.6 gave wrong results
     block_dv = max(triton.next_power_of_2(value_dim), 32)
+    info = device_info(q.device)
+    fp8 = kv.v_scale is not None and _fp8_products(q, kv)
+    merged = fp8 and info is not None and info.capability[0] != 10
     if kv.swizzled is None:
-        tiles = portable_tiles(
-            call.longest_q, block_d, block_dv, q.element_size(), shared_memory_limit(q.device)
-        )
+        tiles = portable_tiles(call.longest_q, block_d, block_dv, q.element_size(),
+                               shared_memory_limit(q.device), merged)
         native = [None] * 4
     else:
-        tiles = blackwell_tiles(q.device)
+        tiles = blackwell_tiles(q.device, block_dv, merged)
         native = [x for copy, scales in zip((kv.high, kv.low), kv.swizzled, strict=True)
                   for x in descriptors(copy, scales)]
     n_blocks = -(-call.longest_q // tiles.block_m) + 1
@@ -296,7 +302,8 @@ def launch(
         WINDOW=call.window > 0,
         MASK_FLOOR=mask_floor(mask.dtype) if mask is not None and mask.is_floating_point() else 0.0,
         EMULATED=emulated(),
-        FP8=kv.swizzled is not None and not interpreting(),
+        FP8=fp8,
+        MERGE=merged,
         UPCAST=interpreting(),
     )
     _portable_kernel[(n_blocks * kv.rows.n * heads,)](
@@ -334,6 +341,16 @@ def launch(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+
+
+def _fp8_products(q: torch.Tensor, kv: PreparedKV) -> bool:
+    """Whether FP8 tensor cores multiply E4M3 P and V: on 8.9, for 16-bit Q and up to 128 dims, and
+    beside block-scaled products."""
+    info = device_info(q.device)
+    if info is None or interpreting():
+        return False
+    narrow = q.element_size() == 2 and max(kv.shape[3:]) <= 128
+    return kv.swizzled is not None or (info.capability == FP8_VALUES and narrow)
 
 
 def _query_offsets(

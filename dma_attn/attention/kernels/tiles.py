@@ -144,11 +144,19 @@ def hide(scores, start_n, pos_m, pos_n, mask_n, common, valid_ptr, mask_ptr, mas
 
 
 @triton.jit
+def _opaque(x):
+    """x, which Triton must not fold into the accumulator of the product that it comes from."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
+                                     pack=1)
+
+
+@triton.jit
 def online_softmax(acc, row_max, row_sum, scores, v, V_FP8: tl.constexpr, NATIVE: tl.constexpr,
-                   UPCAST: tl.constexpr):
+                   MERGE: tl.constexpr, UPCAST: tl.constexpr):
     """A block of keys: scores (M, N) in base 2, V (N, BLOCK_DV), raw or E4M3 codes.
 
-    NATIVE: FP8 tensor cores; else P and V are rounded to E4M3 and multiplied in bf16, exactly.
+    NATIVE: FP8 tensor cores, MERGE: whose sums of a block are added in fp32 (those of `mma.sync`
+    keep about 14 bits); else P and V are rounded to E4M3 and multiplied in bf16, exactly.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -158,7 +166,11 @@ def online_softmax(acc, row_max, row_sum, scores, v, V_FP8: tl.constexpr, NATIVE
     acc = acc * decay[:, None]
     if V_FP8 and NATIVE:
         p = (p * constant("P_FP8_SCALE")).to(tl.float8e4nv)
-        acc = tl.dot(p, v.to(tl.float8e4nv, bitcast=True), acc)
+        v = v.to(tl.float8e4nv, bitcast=True)
+        if MERGE:
+            acc += _opaque(tl.dot(p, v))
+        else:
+            acc = tl.dot(p, v, acc)
     elif V_FP8:
         p = round_e4m3(p * constant("P_FP8_SCALE"))
         v = decode_e4m3(v.to(tl.int32)).to(tl.bfloat16)
