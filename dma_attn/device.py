@@ -191,6 +191,12 @@ def gluon_runs(info: DeviceInfo) -> bool:
     return info.capability >= (8, 0) and _version(info.triton or "") == GLUON_TRITON
 
 
+def compiled_kernels_repeat(device: torch.device) -> bool:
+    """Whether `quant.launches` may launch compiled kernels itself: on a GPU, a tested Triton."""
+    return (device.type == "cuda" and not interpreting()
+            and _version(triton_version() or "") == GLUON_TRITON)
+
+
 def use_triton(device: torch.device, impl: str) -> bool:
     """Resolve `impl` for tensors on `device`; an explicit choice never falls back.
 

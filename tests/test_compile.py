@@ -117,7 +117,7 @@ def test_packed_sequences_and_fp8_values_compile():
 
 @pytest.mark.parametrize("capability", (80, 89, 90))
 def test_fp8_values_without_block_scales(capability):
-    """FP8 tensor cores on 8.9, for 16-bit operands of up to 128 dims; never its short sums alone."""
+    """FP8 tensor cores on 8.9, for 16-bit operands of up to 128 dims, and sums beside theirs."""
     for dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (64, torch.float32),
                        (256, torch.bfloat16)):
         q = device_tensor(1, 2, 300, dim, dtype=dtype)

@@ -1,4 +1,5 @@
-"""What an append to a `MixedKVCache` writes, in PyTorch: the twin of `quant.append`'s kernels."""
+"""What an append to a `MixedKVCache` writes, in PyTorch: the twin of `quant.append`'s kernels,
+and their launches."""
 
 from __future__ import annotations
 
@@ -53,6 +54,20 @@ def advance(cache: MixedKVCache, n: int, mask: torch.Tensor | None) -> None:
     cache.lengths += n
     newest = ((cache.lengths[:1] - 1) >> 7 << 7) - cache.diag
     torch.maximum(cache.near, newest, out=cache.near)
+
+
+def launch(
+    cache: MixedKVCache, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> None:
+    """`advance`, and `write` of k and v, by kernels."""
+    from ..quant.append import launch_advance, launch_append
+
+    launch_advance(cache.lengths, cache.starts, cache.near, cache.valid, mask, k.shape[2],
+                   cache.diag)
+    for copies, x, rotated, mean in ((cache.k, k, cache.config.rotate, cache.mean),
+                                     (cache.v, v, cache.rotate_v, None)):
+        launch_append(x, copies, cache.lengths, cache.starts, cache.config.sink, mean=mean,
+                      rotate=rotated, scale_rule=cache.config.scale_rule)
 
 
 def write(

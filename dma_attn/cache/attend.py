@@ -128,5 +128,8 @@ def _run(
         cache.config.sink if any(x.first for x in (cache.k, cache.v)) else 0,
         cache.capacity, cache.ring, cache.sink + 1 if cache.sink else 0,
     )
-    decode.launch(q, cache.mean, cache.config.rotate, cache.k, cache.v, cache.rotate_v, layout,
-                  scale, window, out, lse)
+    cache.recordings.call(
+        lambda: decode.launch(q, cache.mean, cache.config.rotate, cache.k, cache.v, cache.rotate_v,
+                              layout, scale, window, out, lse),
+        ("attend", scale, window), cache.owned(), (q, out, lse), q.device,
+    )

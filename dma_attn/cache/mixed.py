@@ -20,10 +20,11 @@ import torch
 from ..config import DMAConfig
 from ..device import device_guard, use_triton
 from ..formats import get_format
+from ..quant.launches import Recordings
 from ..quant.store import Copies, Store, select_rows
 from ..quant.transforms import key_mean, rotate
 from ..schedule import TILE, tile_count
-from .append import advance, check_new, write
+from .append import advance, check_new, launch, write
 from .state import load, save
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -96,6 +97,7 @@ class MixedKVCache:
         self.near = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.starts = torch.full_like(self.lengths, -1)  # first token that counts; -1: none yet
+        self.recordings = Recordings()
         self.mean: torch.Tensor | None = None
         self.valid: torch.Tensor | None = None
 
@@ -113,9 +115,12 @@ class MixedKVCache:
 
     def nbytes(self) -> int:
         """Bytes allocated."""
-        tensors = [self.lengths, self.near, self.starts, self.mean, self.valid]
-        tensors += [x for s in (*self.k.stores, *self.v.stores) for x in s.parts]
-        return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+        return sum(x.numel() * x.element_size() for x in self.owned() if x is not None)
+
+    def owned(self) -> tuple[torch.Tensor | None, ...]:
+        """All tensors of the cache."""
+        parts = (x for s in (*self.k.stores, *self.v.stores) for x in s.parts)
+        return (self.lengths, self.near, self.starts, self.mean, self.valid, *parts)
 
     def sync_length(self) -> int:
         """Read the length back from the device, as after a CUDA graph's replay; waits for it.
@@ -169,19 +174,14 @@ class MixedKVCache:
             if self.config.smooth_k and self.mean is None:
                 self.mean = key_mean(k, key_padding_mask)
             if triton:
-                from ..quant.append import launch_advance, launch_append
-
-                launch_advance(self.lengths, self.starts, self.near, self.valid, key_padding_mask,
-                               n, self.diag)
+                self.recordings.call(
+                    lambda: launch(self, k, v, key_padding_mask), "append", self.owned(),
+                    (k, v, key_padding_mask), self.device,
+                )
             else:
                 advance(self, n, key_padding_mask)
-            for copies, x, rotated, mean in ((self.k, k, self.config.rotate, self.mean),
-                                             (self.v, v, self.rotate_v, None)):
-                if triton:
-                    launch_append(x, copies, self.lengths, self.starts, self.config.sink,
-                                  mean=mean, rotate=rotated, scale_rule=self.config.scale_rule)
-                else:
-                    write(self, copies, x, rotated, mean)
+                write(self, self.k, k, self.config.rotate, self.mean)
+                write(self, self.v, v, self.rotate_v, None)
             self.length += n
             self.high_from = max(self.high_from, ((self.length - 1) >> 7 << 7) - self.diag)
 
@@ -220,6 +220,7 @@ class MixedKVCache:
             if x is not None:
                 setattr(self, name, select_rows(x, index))
         self.batch = index.numel()
+        self.recordings.clear()
 
     def reset(self) -> None:
         """Forget all tokens and K's mean; what is allocated stays."""
@@ -228,6 +229,7 @@ class MixedKVCache:
         self.near.zero_()
         self.starts.fill_(-1)
         self.mean = self.valid = None
+        self.recordings.clear()
 
     # ---- copies
 
@@ -312,6 +314,7 @@ class MixedKVCache:
         self.capacity = TILE * tile_count(max(tokens, 2 * self.capacity))
         self.k.low.grow(self.capacity)
         self.v.low.grow(self.capacity)
+        self.recordings.clear()
         if self.valid is not None:
             self.valid = torch.nn.functional.pad(
                 self.valid, (0, self.capacity - self.valid.shape[1])

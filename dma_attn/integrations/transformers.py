@@ -277,7 +277,10 @@ def _attend_cached(
         )
     assert layer.cache is not None  # it holds tokens
     keys = layer.get_seq_length() + new
-    counts = None if mask is None or is_full(mask) else new_keys(mask, key.shape[0], keys, new)
+    counts = None
+    if mask is not None and not is_full(mask):
+        seen, batch = mask, key.shape[0]
+        counts = once_a_pass(mask, module, lambda: new_keys(seen, batch, keys, new))
     result = dma_attention_with_kvcache(
         query,
         layer.cache,

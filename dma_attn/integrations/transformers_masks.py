@@ -128,8 +128,10 @@ def new_keys(mask: Tensor, batch: int, keys: int, new: int) -> Tensor:
     """Which of the newest `new` keys of a 2-d mask count, bool (batch, new).
 
     A cache keeps that for later queries, so the mark that `dma_mask` sets at the end is left out.
+    Contiguous, so that steps differ in nothing that chooses a kernel.
     """
-    return key_mask(getattr(mask, "_dma_unmarked", mask), batch, keys)[:, keys - new :]
+    seen = key_mask(getattr(mask, "_dma_unmarked", mask), batch, keys)
+    return seen[:, keys - new :].contiguous()
 
 
 def last_key(mask: Tensor) -> Tensor:

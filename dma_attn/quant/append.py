@@ -18,6 +18,7 @@ import triton.language as tl
 from .encode import encode
 from .jit import bits, block, item, scale_kind
 from .kernels import Quantised, RowArgs, Strided, TileSpec, load_rows, strided
+from .launches import run
 from .store import Copies, Store
 
 MARKED = 1024  # tokens at a time
@@ -155,7 +156,8 @@ def launch_advance(
 ) -> None:
     """n more tokens on the device: lengths, starts int32 (B,), near int32 (1,), valid bool (B,
     capacity) or None; those of mask, bool (B, n), count, or all."""
-    advance_kernel[(lengths.numel(),)](
+    run(
+        advance_kernel, (lengths.numel(),),
         lengths, starts, near, valid, strided(mask, 2), n, diag,
         0 if valid is None else valid.shape[1],
         BLOCK=min(MARKED, triton.next_power_of_2(n)), num_warps=1 if n <= 32 else 4,
@@ -191,7 +193,9 @@ def launch_append(
         f = store.format
         return f.name, f.resolve_rule(scale_rule) if f.quantised else ""
 
-    append_kernel[(n_blocks * x.shape[0] * heads,)](
+    run(
+        append_kernel,
+        (n_blocks * x.shape[0] * heads,),
         Strided(x, x.stride()),
         strided(None if mean is None else mean.expand(-1, -1, n, -1), 4),
         stored(copies.low),

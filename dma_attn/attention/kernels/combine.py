@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...quant.jit import constant, hadamard, item
 from ...quant.kernels import Strided
+from ...quant.launches import run
 
 
 @triton.jit(do_not_specialize=["H_KV", "GROUP", "S_Q", "n_first", "n_newest", "n_splits"])
@@ -88,7 +89,9 @@ def launch(
         overlap: Start before the parts are there, and wait for them.
     """
     planes, n_splits, m, value_dim = parts.shape
-    _combine_kernel[(planes * group * n_q,)](
+    run(
+        _combine_kernel,
+        (planes * group * n_q,),
         parts,
         lses,
         Strided(out, out.stride()),

@@ -16,6 +16,7 @@ from ...device import DeviceInfo, device_info, gluon_runs, interpreting, process
 from ...formats import LOG2_E
 from ...quant.append import stored
 from ...quant.kernels import Strided
+from ...quant.launches import run, scratch
 from ...quant.store import Copies
 from . import combine
 from .decode import Spec, decode_kernel, query_kernel
@@ -114,8 +115,8 @@ def launch(
     n_low = max(1, min(n_low, layout.capacity // SPLIT))
     n_splits = n_first + n_newest + n_low
     shape = planes, n_splits, chunks * m
-    parts = torch.empty(*shape, value_dim, dtype=torch.float32, device=q.device)
-    lses = torch.empty(shape, dtype=torch.float32, device=q.device)
+    parts = scratch((*shape, value_dim), torch.float32, q.device)
+    lses = scratch(shape, torch.float32, q.device)
     lengths = layout.lengths, layout.near, layout.starts, layout.valid
     ends = layout.diag, layout.sink
     valid_size = 0 if layout.valid is None else layout.valid.shape[1]
@@ -125,7 +126,9 @@ def launch(
         quantised = tiles.LOW[:1] * (not in_registers) + tiles.FIRST[:1] * bool(n_first)
         if set(quantised + tiles.NEWEST[:1] * bool(n_newest)) - {"none"}:
             turned, shift = _turned(q, mean, group, turn)
-        decode_kernel[(planes, near, chunks)](
+        run(
+            decode_kernel,
+            (planes, near, chunks),
             Strided(q, q.stride()),
             turned,
             shift,
@@ -153,7 +156,9 @@ def launch(
             num_stages=2,
         )
     if in_registers:
-        low_keys_kernel[(planes, n_low, low_chunks)](
+        run(
+            low_keys_kernel,
+            (planes, n_low, low_chunks),
             Strided(q, q.stride()),
             mean,
             stored(k.low),
@@ -205,9 +210,11 @@ def _turned(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Q as quantised K wants it, float32: rotated if told so; and its product with K's mean."""
     batch, heads, n_q, head_dim = q.shape
-    turned = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    shift = None if mean is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    query_kernel[(batch * heads * n_q,)](
+    turned = scratch(q.shape, torch.float32, q.device)
+    shift = None if mean is None else scratch(q.shape[:3], torch.float32, q.device)
+    run(
+        query_kernel,
+        (batch * heads * n_q,),
         Strided(q, q.stride()),
         mean,
         turned,

@@ -276,13 +276,13 @@ def launch(
     block_dv = max(triton.next_power_of_2(value_dim), 32)
     info = device_info(q.device)
     fp8 = kv.v_scale is not None and _fp8_products(q, kv)
-    merged = fp8 and info is not None and info.capability[0] != 10
     if kv.swizzled is None:
-        tiles = portable_tiles(call.longest_q, block_d, block_dv, q.element_size(),
-                               shared_memory_limit(q.device), merged)
+        tiles = portable_tiles(
+            call.longest_q, block_d, block_dv, q.element_size(), shared_memory_limit(q.device)
+        )
         native = [None] * 4
     else:
-        tiles = blackwell_tiles(q.device, block_dv, merged)
+        tiles = blackwell_tiles(q.device)
         native = [x for copy, scales in zip((kv.high, kv.low), kv.swizzled, strict=True)
                   for x in descriptors(copy, scales)]
     n_blocks = -(-call.longest_q // tiles.block_m) + 1
@@ -303,7 +303,7 @@ def launch(
         MASK_FLOOR=mask_floor(mask.dtype) if mask is not None and mask.is_floating_point() else 0.0,
         EMULATED=emulated(),
         FP8=fp8,
-        MERGE=merged,
+        MERGE=fp8 and info is not None and info.capability[0] != 10,
         UPCAST=interpreting(),
     )
     _portable_kernel[(n_blocks * kv.rows.n * heads,)](
