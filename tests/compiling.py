@@ -70,7 +70,9 @@ def as_older_gpu(capability: int) -> Iterator[None]:
     """Within, kernels are compiled to the PTX of an older GPU, which ptxas assembles for the one
     that is here, and the library sees that older GPU and its shared memory: its code runs.
 
-    Instructions keep their meaning between GPUs (PTX ISA, `.target`), times do not.
+    Instructions keep their meaning between GPUs (PTX ISA, `.target`), not their times or how much
+    more than that they do: on sm_90 an FP8 `mma.sync` becomes conversions and fp16 products, which
+    sum in fp32. Once in a process, before its first launch: Triton keeps the target it first sees.
     """
     real = torch.cuda.get_device_capability()
     if divmod(capability, 10) > real:

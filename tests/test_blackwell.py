@@ -114,7 +114,7 @@ def test_mma_sync_with_block_scales(
     assert re.search(rf"mma\.sync\S*m16n8k64\S*mxf4nvf4\.block_scale\.{re.escape(scales)}", ptx)
     values = r"e4m3\.e4m3\.f32\s" if "fp8" in config else r"bf16\.bf16"
     assert re.search(rf"mma\.sync\S*{values}", ptx)
-    check_fp8_products(kernel)
+    assert check_fp8_products(kernel) == (2 if "fp8" in config else 0)
     check_resources(kernel, 120, tmp_path, STACK_FP8 if "fp8" in config and dim == 128 else STACK)
 
 

@@ -127,6 +127,7 @@ def test_fp8_values_without_block_scales(capability):
         (kernel,) = [x for x in kernels if x.metadata.name == "_portable_kernel"]
         native = capability == 89 and dtype != torch.float32 and dim <= 128
         assert check_fp8_products(kernel) == (2 if native else 0), (dim, dtype)
+        assert "cvt.rz" not in kernel.asm["ptx"], "P is rounded once"
 
 
 def test_a_new_length_never_recompiles():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 from unittest import mock
@@ -12,11 +13,13 @@ import torch
 
 from dma_attn import DMAConfig, MixedKVCache, dma_attention_with_kvcache
 from dma_attn.quant import launches
-from dma_attn.quant.launches import Recordings, run, scratch
+from dma_attn.quant.launches import Recordings, _Hole, run, scratch
 
 pytest.importorskip("triton")
 
-import inspect
+from triton.compiler.compiler import CompiledKernel
+
+from tests.compiling import compile_only
 
 
 class Kernel:
@@ -108,11 +111,15 @@ def test_what_makes_a_call_another_one(change: str) -> None:
     assert [way for way, *_ in kernel.seen[4:]] == ["repeated"] * 2
 
 
-def test_a_view_of_a_calls_tensor_is_refused() -> None:
-    """It would be the first call's memory for ever."""
+def test_views_of_a_calls_tensor_and_temporaries_are_refused() -> None:
+    """They would be the first call's memory for ever."""
     made, kernel, x = Recordings(), Kernel(), torch.zeros(2, 3)
-    with pytest.raises(AssertionError, match="view"):
+    with pytest.raises(AssertionError, match="another kind"):
         made.call(lambda: run(kernel, (1,), x[:1], (None,), 2), "s", (), (x,), CPU)
+    with pytest.raises(AssertionError, match="another kind"):
+        made.call(lambda: run(kernel, (1,), x, (torch.ones(1),), 2), "s", (), (x,), CPU)
+    own = torch.zeros(4, 2)
+    made.call(lambda: run(kernel, (1,), x, (own[1:],), 2), "s", (own,), (x,), CPU)
     assert scratch((2,), torch.float32, CPU).shape == (2,), "nothing is recorded any more"
 
 
@@ -121,34 +128,125 @@ def test_recordings_are_few_and_not_copied() -> None:
     for n in range(3 * launches.MOST):
         call(made, kernel, torch.zeros(2, n + 1), None, own)
         assert len(made._made) <= launches.MOST
+        kernel.seen.clear()
+        call(made, kernel, torch.zeros(2, max(n - launches.MOST + 2, 1)), None, own)
+        assert kernel.seen[0][0] == "repeated", "the oldest goes first, alone"
     assert not copy.deepcopy(made)._made and not pickle.loads(pickle.dumps(made))._made
     made.clear()
     assert not made._made
 
 
+def test_what_does_not_matter() -> None:
+    """Strides of a single element, and where beyond 16 bytes memory begins."""
+    made, kernel, own, memory = Recordings(), Kernel(), torch.zeros(4), torch.zeros(64)
+    for x in (memory[:3], memory[4:7], memory[1:4].clone()):
+        for stride in (3, 50):
+            call(made, kernel, x.as_strided((1, 3), (stride, 1)), None, own)
+    assert [way for way, *_ in kernel.seen] == ["dispatched"] * 2 + ["repeated"] * 10
+
+
+def token(batch: int, heads: int) -> torch.Tensor:
+    return torch.zeros(batch, heads, 1, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "text", ["default,high=none,low=int4", "default,sink=128", "mxfp8,diag=full"])
+def test_a_cache_repeats_what_it_would_launch(text: str) -> None:
+    """What a second call repeats are the arguments that a recording of its own would have."""
+    cache = MixedKVCache(2, 2, 64, 512, config=DMAConfig.parse(text))
+    seen: list[tuple[str, Any, tuple[Any, ...]]] = []
+
+    def note(self: CompiledKernel, grid: Any) -> Any:
+        return lambda *args: seen.append((self.hash, grid, args))
+
+    with compile_only(90), mock.patch.object(CompiledKernel, "__getitem__", note):
+        cache.append(*[token(2, 2).expand(-1, -1, 300, -1)] * 2, impl="triton")
+
+        def step() -> list[torch.Tensor]:
+            seen.clear()
+            q, k, v, out = token(2, 4), token(2, 2), token(2, 2), token(2, 4)
+            dma_attention_with_kvcache(q, cache, k=k, v=v, out=out, impl="triton")
+            return [q, k, v, out]
+
+        step()
+        assert not seen
+        mine = step()
+        repeated = list(seen)
+        assert len(repeated) >= 5
+        cache.recordings.clear()
+        fresh = step()
+        assert not seen
+        own = {id(x) for x in cache.owned()}
+
+        def compare(a: Any, b: Any) -> None:
+            if isinstance(b, _Hole):
+                assert isinstance(a, torch.Tensor) and id(a) not in own
+                same = [x is a for x in mine]
+                if any(same):
+                    assert fresh_of(b) is fresh[same.index(True)]
+            elif isinstance(b, tuple):
+                assert type(a) is type(b) and len(a) == len(b)
+                for x, y in zip(a, b, strict=True):
+                    compare(x, y)
+            elif isinstance(b, torch.Tensor):
+                assert isinstance(a, torch.Tensor) and a.data_ptr() == b.data_ptr()
+                assert a.shape == b.shape and a.stride() == b.stride()
+            else:
+                assert a == b and type(a) is type(b)
+
+        i = 0
+        for recording, inputs in zip(cache.recordings._made.values(),
+                                     ((fresh[1], fresh[2], None), (fresh[0], fresh[3], None)),
+                                     strict=True):
+            def fresh_of(hole: _Hole, inputs: Any = inputs) -> Any:
+                return inputs[hole.number]
+
+            for launch in recording.launches:
+                name, grid, args = repeated[i]
+                assert name == launch.kernel.hash and grid == launch.grid
+                compare(args, tuple(launch.arguments))
+                i += 1
+        assert i == len(repeated)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_masks_of_a_growing_sequence_repeat(batch: int) -> None:
+    """What transformers passes with every token: a slice of a longer mask each time."""
+    from dma_attn.integrations.transformers_masks import new_keys
+
+    cache = MixedKVCache(batch, 2, 64, 512)
+    counts: list[int] = []
+
+    def note(self: CompiledKernel, grid: Any) -> Any:
+        return lambda *args: counts.append(1)
+
+    with compile_only(90), mock.patch.object(CompiledKernel, "__getitem__", note):
+        cache.append(*[token(batch, 2).expand(-1, -1, 100, -1)] * 2, impl="triton")
+        for keys in range(101, 121):
+            counts.clear()
+            mask = new_keys(torch.ones(batch, keys, dtype=torch.bool), batch, keys, 1)
+            dma_attention_with_kvcache(token(batch, 4), cache, k=token(batch, 2),
+                                       v=token(batch, 2), key_padding_mask=mask, impl="triton")
+            assert len(counts) == (0 if keys == 101 else 6)
+
+
 def test_a_cache_repeats_until_its_tensors_are_others() -> None:
     """Growth, a first mask, another batch and a reset make new recordings and drop the old ones."""
-    from tests.compiling import compile_only
-
     cache = MixedKVCache(2, 2, 64, 256, config=DMAConfig(high="none", low="int4"))
-    token, q = torch.zeros(2, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(
-        2, 4, 1, 64, dtype=torch.bfloat16)
     repeated: list[str] = []
 
     def step(mask: torch.Tensor | None = None) -> int:
         repeated.clear()
         rows = cache.batch
-        dma_attention_with_kvcache(q[:rows].clone(), cache, k=token[:rows].clone(),
-                                   v=token[:rows].clone(), key_padding_mask=mask, impl="triton")
+        dma_attention_with_kvcache(token(rows, 4), cache, k=token(rows, 2), v=token(rows, 2),
+                                   key_padding_mask=mask, impl="triton")
         return len(repeated)
-
-    from triton.compiler.compiler import CompiledKernel
 
     def note(self: CompiledKernel, grid: Any) -> Any:
         return lambda *args: repeated.append(self.metadata.name)
 
     with compile_only(90), mock.patch.object(CompiledKernel, "__getitem__", note):
-        cache.append(token.expand(-1, -1, 200, -1), token.expand(-1, -1, 200, -1), impl="triton")
+        cache.append(*[token(2, 2).expand(-1, -1, 200, -1)] * 2, impl="triton")
         assert step() == 0
         assert step() == 6 and repeated[0] == "advance_kernel" and "combine" in repeated[-1]
         cache.length = 256  # what is allocated
@@ -160,8 +258,10 @@ def test_a_cache_repeats_until_its_tensors_are_others() -> None:
         mask = mask[:1]
         assert step(mask) == 0 and step(mask) == 6
         cache.reset()
-        cache.append(token[:1], token[:1], impl="triton")
+        cache.append(token(1, 2), token(1, 2), impl="triton")
         assert step() == 3 and step() == 6, "that append repeats"
+        cache.rotate_v = not cache.rotate_v
+        assert step() == 0 and step() == 6
         held = cache.recordings._made
         assert all(x is None or any(x is y for y in cache.owned())
                    for recording in held.values() for x in recording.owned)

@@ -37,7 +37,7 @@ from dma_attn.integrations.transformers import (
     enable_dma,
     register,
 )
-from dma_attn.integrations.transformers_masks import is_full, key_mask, last_key
+from dma_attn.integrations.transformers_masks import is_full, key_mask, last_key, once_a_pass
 
 CAUSAL_SAFE = DMAConfig(smooth_k=False)  # K's mean sees future keys; without it causality is exact
 SIZES: dict[str, Any] = {
@@ -675,6 +675,24 @@ def test_position_ids_are_read_once_a_pass_and_anew_in_the_next() -> None:
     positions[:, 10:] -= 10  # the same tensor, changed in place
     out = model(ids, position_ids=positions).logits
     torch.testing.assert_close(out[:, 10:], model(ids[:, 10:]).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_kept_of_a_mask_for_a_pass() -> None:
+    """By layer, and by what was asked: a cache's new keys are not the end of a prompt."""
+    mask, layers = torch.ones(2, 5), [torch.nn.Identity() for _ in range(3)]
+    asked: list[Any] = []
+
+    def ask(layer: int, what: Any) -> Any:
+        def compute() -> tuple[Any, int]:
+            asked.append(what)
+            return what, layer
+
+        return once_a_pass(mask, layers[layer], what, compute)
+
+    assert [ask(0, "a"), ask(1, "a"), ask(0, (2, 5)), ask(2, "a")] == [
+        ("a", 0), ("a", 0), ((2, 5), 0), ("a", 0)]
+    assert asked == ["a", (2, 5)]
+    assert ask(1, "a") == ("a", 1) and ask(0, "a") == ("a", 1), "the next pass"
 
 
 def test_packing_that_does_not_fit_raises() -> None:

@@ -131,5 +131,6 @@ def _run(
     cache.recordings.call(
         lambda: decode.launch(q, cache.mean, cache.config.rotate, cache.k, cache.v, cache.rotate_v,
                               layout, scale, window, out, lse),
-        ("attend", scale, window), cache.owned(), (q, out, lse), q.device,
+        ("attend", scale, window, cache.config, cache.rotate_v), cache.owned(), (q, out, lse),
+        q.device,
     )

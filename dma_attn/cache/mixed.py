@@ -175,7 +175,8 @@ class MixedKVCache:
                 self.mean = key_mean(k, key_padding_mask)
             if triton:
                 self.recordings.call(
-                    lambda: launch(self, k, v, key_padding_mask), "append", self.owned(),
+                    lambda: launch(self, k, v, key_padding_mask),
+                    ("append", self.config, self.rotate_v), self.owned(),
                     (k, v, key_padding_mask), self.device,
                 )
             else:

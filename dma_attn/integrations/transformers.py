@@ -223,7 +223,7 @@ def _attend(
     if attention_mask is not None and not is_full(attention_mask):
         mask = visible = key_mask(attention_mask, k.shape[0], k.shape[1])
         if causal and q.shape[1] != k.shape[1]:
-            end = once_a_pass(attention_mask, module, lambda: last_key(visible))
+            end = once_a_pass(attention_mask, module, "end", lambda: last_key(visible))
     dma_attention(
         q,
         k,
@@ -280,7 +280,8 @@ def _attend_cached(
     counts = None
     if mask is not None and not is_full(mask):
         seen, batch = mask, key.shape[0]
-        counts = once_a_pass(mask, module, lambda: new_keys(seen, batch, keys, new))
+        sizes = batch, keys, new
+        counts = once_a_pass(mask, module, sizes, lambda: new_keys(seen, *sizes))
     result = dma_attention_with_kvcache(
         query,
         layer.cache,
@@ -307,7 +308,7 @@ def _attend_masked(
 ) -> None:
     """Attention under a 4-d mask alone, into out (B, S_q, H_q, D_v): SDPA's masks, any config."""
     shape = (*q.shape[:3], k.shape[2])
-    visible = once_a_pass(mask, module, lambda: visible_keys(mask, shape))
+    visible = once_a_pass(mask, module, shape, lambda: visible_keys(mask, shape))
     end = last_key(visible) if causal and q.shape[2] != k.shape[2] else None
     masked_attention(
         q,

@@ -18,7 +18,7 @@ such a mask on as it is, single queries and static caches never wait for the GPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -128,10 +128,10 @@ def new_keys(mask: Tensor, batch: int, keys: int, new: int) -> Tensor:
     """Which of the newest `new` keys of a 2-d mask count, bool (batch, new).
 
     A cache keeps that for later queries, so the mark that `dma_mask` sets at the end is left out.
-    Contiguous, so that steps differ in nothing that chooses a kernel.
+    In memory of its own, so that steps differ in nothing that chooses a kernel.
     """
     seen = key_mask(getattr(mask, "_dma_unmarked", mask), batch, keys)
-    return seen[:, keys - new :].contiguous()
+    return seen[:, keys - new :].clone(memory_format=torch.contiguous_format)
 
 
 def last_key(mask: Tensor) -> Tensor:
@@ -144,18 +144,21 @@ def last_key(mask: Tensor) -> Tensor:
     return (mask * counts).amax().expand(mask.shape[0]).contiguous()
 
 
-def once_a_pass(tensor: Tensor, module: nn.Module, compute: Callable[[], T]) -> T:
-    """`compute()`, a function of `tensor`, shared by the layers of one forward pass.
+def once_a_pass(
+    tensor: Tensor, module: nn.Module, what: Hashable, compute: Callable[[], T]
+) -> T:
+    """`compute()`, a function of `tensor` and `what`, shared by the layers of one forward pass.
 
     The result is kept on the tensor until a module asks for the second time: then it is another
     pass, and the tensor may have changed in place.
     """
     if is_traced(tensor):
         return compute()
-    found: tuple[set[int], T] | None = getattr(tensor, "_dma_kept", None)
+    kept: dict[Hashable, tuple[set[int], T]] = getattr(tensor, "_dma_kept", {})
+    tensor._dma_kept = kept  # type: ignore[attr-defined]  # our own mark on this tensor
+    found = kept.get(what)
     if found is None or id(module) in found[0]:
-        found = (set(), compute())
-        tensor._dma_kept = found  # type: ignore[attr-defined]  # our own mark on this tensor
+        found = kept[what] = (set(), compute())
     found[0].add(id(module))
     return found[1]
 

@@ -51,7 +51,7 @@ def packing(
                 f"attention_mask: expected sequence numbers for {q.shape[1]} queries and as many "
                 f"keys, got {tuple(mask.shape)} and {k.shape[1]} keys"
             )
-        return once_a_pass(mask, module, lambda: _cut(segments.diff(dim=1) != 0))
+        return once_a_pass(mask, module, "cuts", lambda: _cut(segments.diff(dim=1) != 0))
     ids = kwargs.get("position_ids")
     if mask is not None or ids is None or ids.ndim != 2 or not causal:
         return None
@@ -62,7 +62,7 @@ def packing(
         falls = ids.diff(dim=1).expand(q.shape[0], -1) <= 0
         return _cut(falls) if bool(falls.any()) else None
 
-    return once_a_pass(ids, module, restarts)
+    return once_a_pass(ids, module, "restarts", restarts)
 
 
 def _cut(boundary: Tensor) -> Packing:

@@ -39,7 +39,7 @@ class _Launch(NamedTuple):
 class _Recording:
     """What a call launched. The call's tensors are numbered: inputs, then scratch."""
 
-    owned: tuple[Any, ...]  # held, so that no other object gets their ids
+    owned: tuple[torch.Tensor | None, ...]  # held, so that no other object gets their ids
     n_inputs: int
     numbers: dict[int, int] = field(default_factory=dict)  # of the call's tensors, by id
     tensors: list[torch.Tensor] = field(default_factory=list)  # while it is made
@@ -58,9 +58,10 @@ class _Recording:
         if isinstance(x, torch.Tensor):
             if id(x) in self.numbers:
                 return _Hole(self.numbers[id(x)])
-            memory = x.untyped_storage().data_ptr()
-            if any(t.untyped_storage().data_ptr() == memory for t in self.tensors):
-                raise AssertionError("a repeated launch was given a view of a call's tensor")
+            memory = [y.untyped_storage().data_ptr() for y in self.owned if y is not None]
+            if x.untyped_storage().data_ptr() not in memory:
+                raise AssertionError("a launch that repeats was given a tensor of another kind "
+                                     "than the cache's own, the call's and its scratch")
             return x
         if isinstance(x, tuple):
             items = [self._with_holes(y) for y in x]
@@ -96,7 +97,7 @@ class Recordings:
         self,
         launch: Callable[[], None],
         settings: Any,
-        owned: Sequence[Any],
+        owned: Sequence[torch.Tensor | None],
         inputs: Sequence[torch.Tensor | None],
         device: torch.device,
     ) -> None:
@@ -131,7 +132,7 @@ class Recordings:
         recording.tensors.clear()
         recording.numbers.clear()
         if len(self._made) >= MOST:
-            self._made.clear()
+            del self._made[next(iter(self._made))]
         self._made[key] = recording
 
 
@@ -158,8 +159,10 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def _kind(x: torch.Tensor, same: int) -> tuple[Any, ...]:
-    """What a compiled kernel depends on, and the number of the first input that is this one."""
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, same
+    """What a compiled kernel depends on, and the number of the first input that is this one. The
+    stride of a single element is never used."""
+    strides = tuple(s for s, n in zip(x.stride(), x.shape, strict=True) if n != 1)
+    return x.dtype, x.shape, strides, x.data_ptr() % 16 == 0, same
 
 
 def _has_hole(x: Any) -> bool:

@@ -107,7 +107,7 @@ def n_key_blocks(lo, gap_lo, gap_hi, hi, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def round_e4m3(x):
-    """fp32 -> the nearest E4M3 value, in bf16 (exact), by integer arithmetic on every GPU."""
+    """fp32 -> the nearest E4M3 value, in bf16 (exact), on every GPU."""
     return decode_e4m3(encode_fp8(x, "mxfp8")).to(tl.bfloat16)
 
 
@@ -155,8 +155,8 @@ def online_softmax(acc, row_max, row_sum, scores, v, V_FP8: tl.constexpr, NATIVE
                    MERGE: tl.constexpr, UPCAST: tl.constexpr):
     """A block of keys: scores (M, N) in base 2, V (N, BLOCK_DV), raw or E4M3 codes.
 
-    NATIVE: FP8 tensor cores, MERGE: whose sums of a block are added in fp32 (those of `mma.sync`
-    keep about 14 bits); else P and V are rounded to E4M3 and multiplied in bf16, exactly.
+    NATIVE: FP8 tensor cores, MERGE: whose sums of a block are added in fp32 (Hopper's keep about 14
+    bits, others may); else P and V are rounded to E4M3 and multiplied in bf16, exactly.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -165,7 +165,8 @@ def online_softmax(acc, row_max, row_sum, scores, v, V_FP8: tl.constexpr, NATIVE
     row_sum = row_sum * decay + tl.sum(p, 1)
     acc = acc * decay[:, None]
     if V_FP8 and NATIVE:
-        p = (p * constant("P_FP8_SCALE")).to(tl.float8e4nv)
+        p = encode_fp8(p * constant("P_FP8_SCALE"), "mxfp8")  # a cast rounds twice on 8.9
+        p = p.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         v = v.to(tl.float8e4nv, bitcast=True)
         if MERGE:
             acc += _opaque(tl.dot(p, v))

@@ -27,8 +27,8 @@ def portable_tiles(
     block_m divides the 128-query precision tile; few queries take few rows, down to the 16 that a
     tensor-core product needs. Wide heads halve the keys of a block, so that the upcast K tile, V
     and the accumulator stay in registers and in the shared memory that the GPU offers (99 KB on
-    consumer parts, 227 KB on Hopper). With FP8 P V of 128 dims 4 warps spill 104 bytes a thread on
-    8.9, and that code is still faster than that of 8 warps, which spill none (`docs/kernels.md`).
+    consumer parts, 227 KB on Hopper). With FP8 P V of 128 dims 4 warps spill 96 bytes a thread on
+    8.9, and were still faster on an H200 than 8, which spill none (`docs/kernels.md`).
     """
     widest = max(block_d, block_dv)
     block_m = 16 if n_q <= 16 else 32 if n_q <= 32 else 64
