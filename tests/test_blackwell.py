@@ -37,7 +37,8 @@ from tests.blackwell_checks import (
 from tests.compiling import SHARED_MEMORY, check_fp8_products, compile_only, device_tensor
 from tests.impls import needs_gpu
 
-STACK = 48  # bytes of local memory a thread, the most that spills may take
+# Bytes of local memory a thread, the most that spills may take; Triton 3.9 takes up to 120
+STACK = 48 if triton.__version__.startswith("3.6") else 160
 STACK_FP8 = 224  # the same on 12.x, whose FP8 P V of 128 dims has V's bytes in registers
 TMEM_COLUMNS = 512
 
