@@ -98,7 +98,8 @@ def run(model: Any, row: str, ids: torch.Tensor, new: int, length: int) -> tuple
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0],
+                                     epilog="Example: python benchmarks/generate.py --batch 1")
     parser.add_argument("--model", help="a local folder or .gguf file")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=7168, help="tokens")

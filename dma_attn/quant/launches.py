@@ -64,8 +64,7 @@ class _Recording:
                                      "than the cache's own, the call's and its scratch")
             return x
         if isinstance(x, tuple):
-            items = [self._with_holes(y) for y in x]
-            return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+            return _like(x, [self._with_holes(y) for y in x])
         return x
 
     def repeat(self, inputs: Sequence[torch.Tensor | None], device: torch.device) -> None:
@@ -173,6 +172,10 @@ def _filled(x: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
     if isinstance(x, _Hole):
         return tensors[x.number]
     if isinstance(x, tuple):
-        items = [_filled(y, tensors) for y in x]
-        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+        return _like(x, [_filled(y, tensors) for y in x])
     return x
+
+
+def _like(x: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """The items as a tuple of x's type, which may be a named one."""
+    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
