@@ -689,8 +689,8 @@ def test_what_is_kept_of_a_mask_for_a_pass() -> None:
 
         return once_a_pass(mask, layers[layer], what, compute)
 
-    assert [ask(0, "a"), ask(1, "a"), ask(0, (2, 5)), ask(2, "a")] == [
-        ("a", 0), ("a", 0), ((2, 5), 0), ("a", 0)]
+    assert [ask(0, "a"), ask(1, (2, 5)), ask(1, "a"), ask(2, (2, 5))] == [
+        ("a", 0), ((2, 5), 1), ("a", 0), ((2, 5), 1)]
     assert asked == ["a", (2, 5)]
     assert ask(1, "a") == ("a", 1) and ask(0, "a") == ("a", 1), "the next pass"
 
